@@ -1,0 +1,1 @@
+"""The device half: compiled steps over donated state."""

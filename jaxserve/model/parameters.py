@@ -1,0 +1,79 @@
+"""What parameters a model has: one declaration gives each its shape and logical axes.
+
+Weights are stored `[out, in]`, contracted over the last axis. Queries, keys and values are one matrix,
+grouped by KV head (`[K, G + 2, h, D]`: a head's G queries, its key, its value), and so are gate and up
+(`[2, F, D]`): fewer, wider products, and a shard of either holds whole heads or whole channels.
+
+Names: `embed`, `head`, `final_norm`, and `layers.{i}.{name}`. Norm weights are the whole factor (a
+checkpoint that stores `w` for `1 + w` is read as `1 + w`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from jaxserve.config import LayerKind, ModelConfig
+
+
+@dataclass(frozen=True)
+class ParameterInfo:
+    """One parameter: its shape, and the logical name of each axis for sharding."""
+
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    full_precision: bool = False
+    """Kept in float32 whatever the compute format: norms, biases and routers are small and sensitive."""
+
+
+def layer_parameters(config: ModelConfig, kind: LayerKind) -> dict[str, ParameterInfo]:
+    """The parameters of one layer of the given kind, by name, in a fixed order."""
+    hidden, head = config.hidden_size, config.head_size
+    groups = config.queries_per_kv + 2
+    info: dict[str, ParameterInfo] = {"attn_norm": _norm(hidden)}
+    info["qkv"] = ParameterInfo(
+        (config.num_kv_heads, groups, head, hidden), ("kv_heads", None, None, "hidden")
+    )
+    if config.qkv_bias:
+        info["qkv_bias"] = ParameterInfo(
+            (config.num_kv_heads, groups, head), ("kv_heads", None, None), full_precision=True
+        )
+    if config.qk_norm:
+        info["q_norm"] = _norm(head)
+        info["k_norm"] = _norm(head)
+    info["o"] = ParameterInfo(
+        (hidden, config.num_kv_heads, config.queries_per_kv, head), ("hidden", "kv_heads", None, None)
+    )
+    if config.post_norms:
+        info["post_attn_norm"] = _norm(hidden)
+    info["mlp_norm"] = _norm(hidden)
+    if kind.experts:
+        experts, width = config.num_experts, config.expert_intermediate_size
+        info["router"] = ParameterInfo((experts, hidden), (None, "hidden"), full_precision=True)
+        info["expert_gate_up"] = ParameterInfo(
+            (experts, 2, width, hidden), ("experts", None, "expert_mlp", "hidden")
+        )
+        info["expert_down"] = ParameterInfo((experts, hidden, width), ("experts", "hidden", "expert_mlp"))
+    else:
+        width = config.intermediate_size
+        info["gate_up"] = ParameterInfo((2, width, hidden), (None, "mlp", "hidden"))
+        info["down"] = ParameterInfo((hidden, width), ("hidden", "mlp"))
+    if config.post_norms:
+        info["post_mlp_norm"] = _norm(hidden)
+    return info
+
+
+def model_parameters(config: ModelConfig) -> Iterator[tuple[str, ParameterInfo]]:
+    """Every parameter of a model by its full name, in the order in which a checkpoint yields them."""
+    table = ParameterInfo((config.vocab_size, config.hidden_size), ("vocab", "hidden"))
+    yield "embed", table
+    for index, kind in enumerate(config.layers):
+        for name, info in layer_parameters(config, kind).items():
+            yield f"layers.{index}.{name}", info
+    yield "final_norm", _norm(config.hidden_size)
+    if not config.tie_embeddings:
+        yield "head", table
+
+
+def _norm(size: int) -> ParameterInfo:
+    return ParameterInfo((size,), (None,), full_precision=True)

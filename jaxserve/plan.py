@@ -1,0 +1,266 @@
+"""What the host half and the device half say to each other: plain records over numpy, no jax.
+
+A *slot* is a sequence's row in the device state. The device is the authority on a slot's *known* tokens
+(prompt and sampled) and on how many of them are *computed* (their keys and values are in the pool); the
+host predicts both exactly one step ahead, which lets it plan a step before it has seen the last one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int32]
+FloatArray = npt.NDArray[np.float32]
+
+MAX_BIASES = 512
+MAX_STOP_IDS = 32
+MAX_SEED = 2**63 - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How one request's tokens are chosen. The defaults are vLLM's.
+
+    Raises ValueError, naming the value and the limit, for anything out of range.
+    """
+
+    n: int = 1
+    """Samples for the prompt; they share its pages."""
+    temperature: float = 1.0
+    """Divides the logits; 0 is greedy."""
+    top_k: int = 0
+    """Keep the k most likely tokens; 0 or -1 keeps all."""
+    top_p: float = 1.0
+    """Keep the smallest set of most likely tokens whose probability reaches this, in (0, 1]."""
+    min_p: float = 0.0
+    """Drop tokens less likely than this fraction of the most likely one, in [0, 1]."""
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of tokens in the prompt or the answer."""
+    presence_penalty: float = 0.0
+    """Subtracted once from tokens already in the answer, in [-2, 2]."""
+    frequency_penalty: float = 0.0
+    """Subtracted for each occurrence in the answer, in [-2, 2]."""
+    logit_bias: Mapping[int, float] | None = None
+    """Added to the logits of these token ids; at most 512 entries."""
+    allowed_token_ids: Sequence[int] | None = None
+    """If given, no other token is ever sampled."""
+    bad_token_ids: Sequence[int] | None = None
+    """Never sampled."""
+    min_tokens: int = 0
+    """No end-of-sequence or stop token id before so many tokens."""
+    max_tokens: int = 16
+    """Longest answer in tokens."""
+    ignore_eos: bool = False
+    stop_token_ids: Sequence[int] = ()
+    """End the answer, beside the model's own end-of-sequence ids."""
+    stop: str | Sequence[str] = ()
+    """Strings that end the answer; never shown unless include_stop_str_in_output."""
+    include_stop_str_in_output: bool = False
+    seed: int | None = None
+    """Same seed, same answer; None draws a fresh one for each request."""
+    logprobs: int | None = None
+    """Log-probability of each sampled token, and of so many most likely alternatives."""
+    prompt_logprobs: int | None = None
+    """The same for the prompt's tokens, from the second on."""
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        _check_range("n", self.n, 1, 1024)
+        _check_range("temperature", self.temperature, 0.0, 100.0)
+        _check_range("top_k", self.top_k, -1, 2**31 - 1)
+        _check_range("top_p", self.top_p, 0.0, 1.0)
+        if self.top_p == 0.0:
+            raise ValueError("top_p 0.0 is out of range: it must be above 0 and at most 1")
+        _check_range("min_p", self.min_p, 0.0, 1.0)
+        _check_range("repetition_penalty", self.repetition_penalty, 1e-3, 1e3)
+        _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _check_range("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _check_range("min_tokens", self.min_tokens, 0, self.max_tokens)
+        if self.seed is not None:
+            _check_range("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _check_range(name, getattr(self, name), 0, 2**31 - 1)
+        if self.logit_bias is not None and len(self.logit_bias) > MAX_BIASES:
+            raise ValueError(f"logit_bias has {len(self.logit_bias)} entries; the limit is {MAX_BIASES}")
+        for token_id, bias in (self.logit_bias or {}).items():
+            _check_range(f"logit_bias[{token_id}]", bias, -1e4, 1e4)
+        if self.allowed_token_ids is not None and not len(self.allowed_token_ids):
+            raise ValueError("allowed_token_ids is empty: no token could be sampled")
+        if any(text == "" for text in self.stop_strings):
+            raise ValueError("stop holds an empty string")
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raise ValueError if any token id that this names lies outside [0, vocab_size)."""
+        named: list[tuple[str, Sequence[int]]] = [
+            ("logit_bias", tuple(self.logit_bias or ())),
+            ("allowed_token_ids", self.allowed_token_ids or ()),
+            ("bad_token_ids", self.bad_token_ids or ()),
+            ("stop_token_ids", self.stop_token_ids),
+        ]
+        for name, ids in named:
+            for token_id in ids:
+                if not 0 <= token_id < vocab_size:
+                    raise ValueError(f"{name} has token id {token_id}; the vocabulary has {vocab_size} ids")
+
+
+def _check_range(name: str, value: float, low: float, high: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float | np.number):
+        raise ValueError(f"{name} {value!r} is not a number")
+    if isinstance(low, int) and not isinstance(value, int | np.integer):
+        raise ValueError(f"{name} {value!r} is not a whole number")
+    if math.isnan(value) or not low <= value <= high:
+        raise ValueError(f"{name} {value} is out of range: it must be from {low} to {high}")
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """One rung of the ladder: a compiled step."""
+
+    rows: int
+    """Token rows (T)."""
+    sequences: int
+    """Sequences (S)."""
+    logit_rows: int
+    """Rows that get logits and a sample (R)."""
+
+    @property
+    def decode(self) -> bool:
+        """Whether every sequence has exactly one row, which has its own, cheaper program."""
+        return self.rows == self.sequences == self.logit_rows
+
+
+@dataclass(frozen=True)
+class PageGrant:
+    """From this step on, the slot's `index`-th page in cache group `group` is `page`."""
+
+    group: int
+    slot: int
+    index: int
+    page: int
+
+
+@dataclass(frozen=True)
+class SequencePlan:
+    """One sequence's part in a step: its next `num_tokens` tokens after the computed ones."""
+
+    slot: int
+    num_tokens: int
+    num_logit_rows: int = 1
+    """How many of the last of these rows get logits: 1, or all for prompt log-probs."""
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One device call. Logit rows come back in the order of the sequences, each one's rows ascending."""
+
+    sequences: tuple[SequencePlan, ...]
+    grants: tuple[PageGrant, ...]
+    shape: StepShape
+
+    @property
+    def num_rows(self) -> int:
+        return sum(sequence.num_tokens for sequence in self.sequences)
+
+
+@dataclass(frozen=True)
+class SlotLoad:
+    """Fill a slot: the whole known text, where to start computing, how to sample."""
+
+    slot: int
+    tokens: Sequence[int]
+    """All known tokens: the prompt, then whatever has been sampled so far."""
+    num_prompt_tokens: int
+    num_computed: int
+    """Tokens whose keys and values already lie in `pages` (shared with another sequence)."""
+    pages: tuple[tuple[int, ...], ...]
+    """For each cache group the slot's first pages, at index 0 and up; 0 where it has none."""
+    params: SamplingParams
+    seed: int
+    sample_index: int
+    eos_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step sampled, a row for each of the plan's logit rows."""
+
+    tokens: IntArray
+    """[rows] the token sampled after each row, or the already known next token."""
+    logprobs: FloatArray
+    """[rows] its log-probability (natural), if any request in the step asked; else undefined."""
+    ranks: IntArray
+    """[rows] its 1-based rank in the vocabulary, likewise."""
+    top_tokens: IntArray
+    """[rows, max_logprobs] the most likely tokens, likewise."""
+    top_logprobs: FloatArray
+    """[rows, max_logprobs] their log-probabilities."""
+
+
+@dataclass(frozen=True)
+class EngineLimits:
+    """What a scheduler must know of an engine. Shapes are sorted by rows."""
+
+    num_slots: int
+    max_model_len: int
+    page_size: int
+    num_pages: tuple[int, ...]
+    """Pages of each cache group; page 0 is never given out."""
+    windows: tuple[int, ...]
+    """Each group's sliding window in tokens, 0 for full attention."""
+    vocab_size: int
+    decode_shapes: tuple[StepShape, ...]
+    chunk_shapes: tuple[StepShape, ...]
+    max_logprobs: int
+    eos_token_ids: tuple[int, ...] = ()
+
+    def fit(self, rows: int, sequences: int, logit_rows: int, decode: bool) -> StepShape:
+        """The smallest compiled shape that holds a step; `decode` if no sequence has a second row."""
+        for shape in (self.decode_shapes if decode else ()) + self.chunk_shapes:
+            if shape.rows >= rows and shape.sequences >= sequences and shape.logit_rows >= logit_rows:
+                return shape
+        raise ValueError(
+            f"no compiled step holds {rows} rows, {sequences} sequences, {logit_rows} logit rows"
+        )
+
+
+@dataclass
+class StepHandle:
+    """A step in flight: opaque to the host half, handed back to `collect` once, in order."""
+
+    plan: StepPlan
+    device_result: Any = field(repr=False)
+
+
+class StepEngine(Protocol):
+    """The device half as the host loop sees it. The real engine and the test's fake one are these."""
+
+    @property
+    def limits(self) -> EngineLimits: ...
+
+    def load_slot(self, load: SlotLoad) -> None:
+        """Fill a slot before the first step that uses it. Asynchronous, in order with dispatches."""
+        ...
+
+    def dispatch(self, plan: StepPlan) -> StepHandle:
+        """Start a step and return at once."""
+        ...
+
+    def collect(self, handle: StepHandle) -> StepResult:
+        """Wait for a step and bring its result to the host: the only transfer."""
+        ...

@@ -1,0 +1,1 @@
+"""The scheduling half of the host: requests, pages, plans. Pure Python and numpy, never jax."""

@@ -1,0 +1,1 @@
+"""Checkpoints: where models come from, and readers that yield their parameters."""

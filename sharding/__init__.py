@@ -1,0 +1,1 @@
+"""Device meshes and the rules that map logical axes onto them."""

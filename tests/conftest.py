@@ -1,0 +1,21 @@
+"""Strict numerics for every test, and the inputs that several of them share."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+SHARED_DATA = REPOSITORY.parent / "shared" / "data"
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """Public models, prompts and vectors that lie beside a development checkout."""
+    if not SHARED_DATA.is_dir():
+        pytest.skip(f"needs the data folder {SHARED_DATA}")
+    return SHARED_DATA
