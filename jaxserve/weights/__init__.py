@@ -1,1 +1,16 @@
-"""Checkpoints: where models come from, and readers that yield their parameters."""
+"""Checkpoints: where models come from, and readers that yield their parameters. Free of jax."""
+
+from jaxserve.weights.catalogue import CATALOGUE, CatalogueEntry, PullError, cache_home, pull
+from jaxserve.weights.checkpoint import Checkpoint, open_checkpoint
+from jaxserve.weights.sources import resolve_model
+
+__all__ = [
+    "CATALOGUE",
+    "CatalogueEntry",
+    "Checkpoint",
+    "PullError",
+    "cache_home",
+    "open_checkpoint",
+    "pull",
+    "resolve_model",
+]

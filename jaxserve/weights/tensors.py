@@ -1,0 +1,112 @@
+"""Tensors as they lie in files, and how one is read into a view of a parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from io import FileIO
+from math import prod
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
+
+# Elements decoded at a time. Dequantising makes several float32 temporaries of this size: at 128 Ki they
+# stay in the level-2 cache, and numpy's cost per call has faded. Whole tensors are four times slower.
+_SLAB = 1 << 17
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """How numbers are stored: blocks of `block_size` elements in `block_bytes` bytes each."""
+
+    name: str
+    block_size: int
+    block_bytes: int
+    decode: Callable[[np.ndarray], np.ndarray]
+    """From whole blocks as flat uint8 to their elements, flat, in any float type."""
+
+
+def _plain(name: str, dtype: type[np.generic]) -> Encoding:
+    return Encoding(name, 1, np.dtype(dtype).itemsize, lambda raw: raw.view(dtype))
+
+
+def _quantised(kind: GGMLQuantizationType) -> Encoding:
+    # One long row: gguf works through its argument in groups of rows, which are small for narrow matrices.
+    def decode(raw: np.ndarray) -> np.ndarray:
+        return dequantize(raw.reshape(1, -1), kind).reshape(-1)
+
+    block_size, block_bytes = GGML_QUANT_SIZES[kind]
+    return Encoding(kind.name, block_size, block_bytes, decode)
+
+
+PLAIN_ENCODINGS: Mapping[str, Encoding] = {
+    "F32": _plain("F32", np.float32),
+    "F16": _plain("F16", np.float16),
+    "BF16": _plain("BF16", ml_dtypes.bfloat16),
+}
+QUANTISED_ENCODINGS: Mapping[str, Encoding] = {
+    name: _quantised(GGMLQuantizationType[name])
+    for name in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+}
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor lies: `offset` bytes into `file`, row-major, in the given encoding."""
+
+    file: Path
+    name: str
+    shape: tuple[int, ...]
+    encoding: Encoding
+    offset: int
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) // self.encoding.block_size * self.encoding.block_bytes
+
+    def check(self, file_size: int) -> None:
+        """Raises ValueError where rows are not whole blocks, or the file ends before the tensor does."""
+        if self.shape and self.shape[-1] % self.encoding.block_size:
+            raise ValueError(
+                f"{self.file}: tensor {self.name} has rows of {self.shape[-1]} elements, expected a multiple "
+                f"of {self.encoding.block_size} for {self.encoding.name}"
+            )
+        end = self.offset + self.num_bytes
+        if end > file_size:
+            raise ValueError(
+                f"{self.file}: truncated: tensor {self.name} ends at byte {end}, the file at {file_size}"
+            )
+
+    def read_into(self, view: np.ndarray) -> None:
+        """Reads all elements, in stored order, into a view of as many; it may be strided, of any float type.
+
+        The file is read, not mapped: pages of a mapping would count as resident beside the parameters.
+        """
+        with FileIO(self.file) as file:
+            file.seek(self.offset)
+            self._read_slabs(file, view)
+
+    def _read_slabs(self, file: FileIO, view: np.ndarray) -> None:
+        """Cuts a view along its first axis until the pieces are slabs; their file order is the view's."""
+        if view.size <= _SLAB or view.ndim == 1:
+            view[...] = self._read_elements(file, view.size).reshape(view.shape)
+            return
+        rows = max(1, _SLAB * len(view) // view.size)
+        for first in range(0, len(view), rows):
+            piece = view[first : first + rows]
+            self._read_slabs(file, piece[0] if len(piece) == 1 else piece)
+
+    def _read_elements(self, file: FileIO, count: int) -> np.ndarray:
+        raw = np.empty(count // self.encoding.block_size * self.encoding.block_bytes, np.uint8)
+        filled = 0
+        while filled < raw.size:
+            received = file.readinto(raw.data[filled:])
+            if not received:
+                raise ValueError(
+                    f"{self.file}: truncated inside tensor {self.name}, {raw.size - filled} bytes short"
+                )
+            filled += received
+        return self.encoding.decode(raw)
