@@ -1,0 +1,218 @@
+"""The host loop: plan, dispatch, collect; joins the scheduler and an engine that know nothing of each other.
+
+Plain, a step is collected before the next is planned. Overlapped, the next is planned and dispatched while
+one runs: a request that turns out to have ended has then computed one row too many, which is dropped.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+
+from jaxserve.answers import AnswerTextFactory, OpenRequest, TokenDecoder
+from jaxserve.outputs import AnswerDelta
+from jaxserve.plan import EngineLimits, SamplingParams, StepEngine, StepHandle, StepResult
+from jaxserve.scheduling import Request, RequestState, ScheduledStep, Scheduler
+
+
+class LoopStoppedError(RuntimeError):
+    """The loop has met an error of the engine and serves nothing any more."""
+
+
+class HostLoop:
+    """Serves requests on one engine. Not safe for use from several threads, `check` excepted."""
+
+    def __init__(
+        self,
+        engine: StepEngine,
+        *,
+        overlap: bool = True,
+        max_chunk: int | None = None,
+        answer_text: AnswerTextFactory | None = None,
+        decode_token: TokenDecoder | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Join an engine to a scheduler of its own.
+
+        Args:
+            engine: the device half.
+            overlap: plan a step while the last one runs.
+            max_chunk: the most prompt tokens in one step; by default what the largest shape holds.
+            answer_text: makes the incremental text of a sample; None gives token ids alone.
+            decode_token: the text of one token, for log-probs; None leaves it out.
+            clock: seconds, for the metrics.
+        """
+        self._engine = engine
+        self._scheduler = Scheduler(engine.limits, max_chunk=max_chunk)
+        self._depth = 1 if overlap else 0
+        self._answer_text = answer_text
+        self._decode_token = decode_token
+        self._clock = clock
+        self._open: dict[str, OpenRequest] = {}
+        self._in_flight: deque[tuple[ScheduledStep, StepHandle]] = deque()
+        self._deltas: list[AnswerDelta] = []
+        self.failure: BaseException | None = None
+        """What stopped the loop."""
+
+    @property
+    def limits(self) -> EngineLimits:
+        return self._engine.limits
+
+    @property
+    def num_running(self) -> int:
+        """Samples in slots."""
+        return self._scheduler.num_running
+
+    @property
+    def num_open(self) -> int:
+        """Requests that have not ended."""
+        return len(self._open)
+
+    @property
+    def idle(self) -> bool:
+        """Whether `step` has nothing to do and nothing to report."""
+        return not (self._open or self._in_flight or self._deltas)
+
+    def check(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
+        """Raise ValueError, naming the value and the limit, for a request that could never be served."""
+        if params.stop_strings and self._answer_text is None:
+            raise ValueError(f"stop {params.stop_strings!r} needs text, and this loop gives token ids alone")
+        self._scheduler.check(prompt_token_ids, params)
+
+    def add(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        prompt: str | None = None,
+    ) -> None:
+        """Queue a request; `prompt` is its text, for the record.
+
+        Raises ValueError as `check` does, or if the id is in use; LoopStoppedError if the loop has failed.
+        """
+        self._check_alive()
+        if request_id in self._open:
+            raise ValueError(f"request id {request_id!r} is in use by a request that has not ended")
+        self.check(prompt_token_ids, params)
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        submission = self._scheduler.submit(request_id, prompt_token_ids, params, seed)
+        self._open[request_id] = OpenRequest(
+            submission, prompt, self._clock(), self._answer_text, self._decode_token
+        )
+
+    def abort(self, request_id: str) -> bool:
+        """End a request with what it has; the next `step` reports it. False if no such request is open."""
+        open_request = self._open.get(request_id)
+        if open_request is None:
+            return False
+        self._cut_off(open_request, RequestState.ABORTED)
+        return True
+
+    def step(self) -> list[AnswerDelta]:
+        """Move on by one step; return what was added to the open requests since the last call.
+
+        An error of the engine ends every open request with finish reason "error", is kept as `failure`,
+        and is raised; `take_deltas` then has the ends. Afterwards this raises LoopStoppedError.
+        """
+        self._check_alive()
+        try:
+            self._advance()
+        except BaseException as error:
+            self._fail(error)
+            raise
+        return self.take_deltas()
+
+    def run_until_idle(self) -> Iterator[AnswerDelta]:
+        """Step until every request has ended, yielding what is added as it comes."""
+        while not self.idle:
+            yield from self.step()
+
+    def take_deltas(self) -> list[AnswerDelta]:
+        """What has been added and not been returned yet."""
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+    def check_integrity(self) -> None:
+        """Raise RuntimeError unless pages, slots and requests account for one another.
+
+        When nothing is open and nothing in flight, this means that every page and slot is free.
+        """
+        self._scheduler.check_integrity()
+        if not self._open and (self._scheduler.num_running or self._scheduler.num_waiting):
+            raise RuntimeError(
+                f"{self._scheduler.num_running} running and {self._scheduler.num_waiting} waiting samples "
+                "belong to no open request"
+            )
+
+    def _check_alive(self) -> None:
+        if self.failure is not None:
+            raise LoopStoppedError(f"the loop was stopped by {self.failure!r}") from self.failure
+
+    def _advance(self) -> None:
+        planned = self._dispatch_next()
+        if len(self._in_flight) > self._depth or (self._in_flight and not planned):
+            step, handle = self._in_flight.popleft()
+            result = self._engine.collect(handle)
+            self._scheduler.retire(step)
+            self._commit(step, result)
+
+    def _dispatch_next(self) -> bool:
+        """Plan a step and start it; return whether there was one."""
+        step = self._scheduler.plan()
+        if step is None:
+            return False
+        for load in step.loads:
+            self._engine.load_slot(load)
+        self._in_flight.append((step, self._engine.dispatch(step.plan)))
+        if step.admitted:
+            now = self._clock()
+            for request in step.admitted:
+                self._open[request.submission.request_id].mark_scheduled(now)
+        return True
+
+    def _commit(self, step: ScheduledStep, result: StepResult) -> None:
+        """Hand out what a step sampled. A request that ended while the step ran gets nothing."""
+        now = self._clock()
+        tokens: list[int] = result.tokens.tolist()
+        row = 0
+        for part in step.parts:
+            first, row = row, row + part.num_logit_rows
+            request = part.request
+            if request.finish_reason is not None:
+                continue
+            open_request = self._open[request.submission.request_id]
+            if part.num_scored:
+                open_request.take_prompt_rows(part, result, first)
+            if part.samples:
+                delta, end = open_request.take_token(request, tokens[row - 1], result, row - 1, now)
+                if end is not None:
+                    delta = self._finish(open_request, request, end, delta, now)
+                self._deltas.append(delta)
+
+    def _finish(
+        self, open_request: OpenRequest, request: Request, end: RequestState, delta: AnswerDelta, now: float
+    ) -> AnswerDelta:
+        """End a sample; return its last delta, completed."""
+        self._scheduler.finish(request, end)
+        delta = open_request.close(request, delta, now)
+        if delta.output is not None:
+            del self._open[delta.request_id]
+        return delta
+
+    def _cut_off(self, open_request: OpenRequest, end: RequestState) -> None:
+        """End the samples of a request that are still open, as they stand."""
+        now = self._clock()
+        for request in open_request.submission.requests:
+            if request.finish_reason is None:
+                delta = open_request.cut_off(request, end)
+                self._deltas.append(self._finish(open_request, request, end, delta, now))
+
+    def _fail(self, error: BaseException) -> None:
+        self.failure = error
+        self._in_flight.clear()
+        self._scheduler.abandon_steps()
+        for open_request in list(self._open.values()):
+            self._cut_off(open_request, RequestState.FAILED)

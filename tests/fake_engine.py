@@ -1,0 +1,306 @@
+"""An engine without a model: it computes answers by hand and checks everything that the host tells it.
+
+A token depends on the last known tokens, its position, the seed and the sample index, so every answer is
+known beforehand (`expected_answer`) and no schedule may change it. The "keys and values" that a row writes
+on its page are a digest of the sequence up to that row: whoever reads a page finds out whether it holds
+exactly its own history. Checks are made in the order of dispatch; results appear only when collected.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from jaxserve.plan import (
+    EngineLimits,
+    PageGrant,
+    SamplingParams,
+    SequencePlan,
+    SlotLoad,
+    StepHandle,
+    StepPlan,
+    StepResult,
+    StepShape,
+)
+
+CONTEXT = 3
+"""Known tokens that a sampled token depends on."""
+_MASK = (1 << 64) - 1
+
+
+class FakeEngineError(Exception):
+    """The host has told the engine something that a device would have answered with nonsense."""
+
+
+def make_limits(
+    *,
+    num_slots: int = 8,
+    max_model_len: int = 128,
+    page_size: int = 4,
+    num_pages: Sequence[int] = (257,),
+    windows: Sequence[int] = (0,),
+    vocab_size: int = 97,
+    chunk_rows: Sequence[int] = (16, 64, 256),
+    max_logprobs: int = 5,
+    eos_token_ids: Sequence[int] = (2,),
+) -> EngineLimits:
+    """Limits as the real engine would state them for such a configuration."""
+    logit_rows = max(num_slots, min(16, chunk_rows[0]))
+    decode_rows = sorted({1 << exponent for exponent in range(20) if 1 << exponent < num_slots} | {num_slots})
+    return EngineLimits(
+        num_slots=num_slots,
+        max_model_len=max_model_len,
+        page_size=page_size,
+        num_pages=tuple(num_pages),
+        windows=tuple(windows),
+        vocab_size=vocab_size,
+        decode_shapes=tuple(StepShape(rows, rows, rows) for rows in decode_rows),
+        chunk_shapes=tuple(StepShape(rows, num_slots, logit_rows) for rows in chunk_rows),
+        max_logprobs=max_logprobs,
+        eos_token_ids=tuple(eos_token_ids),
+    )
+
+
+def digest(*values: int) -> int:
+    """A 64-bit mix of integers (FNV-1a over words, then a finaliser)."""
+    state = 0xCBF29CE484222325
+    for value in values:
+        state = ((state ^ (value & _MASK)) * 0x100000001B3) & _MASK
+        state ^= state >> 29
+    return state
+
+
+@dataclass
+class FakeSequence:
+    """What the device knows of a slot."""
+
+    tokens: list[int]
+    num_prompt: int
+    num_computed: int
+    tables: list[dict[int, int]]
+    params: SamplingParams
+    seed: int
+    sample_index: int
+    eos_token_ids: tuple[int, ...]
+    histories: list[int] = field(default_factory=list)
+    """For each known token a digest of all tokens up to it."""
+
+    def __post_init__(self) -> None:
+        tokens, self.tokens = self.tokens, []
+        for token in tokens:
+            self.append(token)
+
+    def append(self, token: int) -> None:
+        self.histories.append(digest(self.histories[-1] if self.histories else 0, token))
+        self.tokens.append(token)
+
+
+def sample(sequence: FakeSequence, position: int, vocab_size: int) -> int:
+    """The token after the row at `position`."""
+    params = sequence.params
+    noise = () if params.greedy else (sequence.seed, sequence.sample_index)
+    context = sequence.tokens[max(0, position - CONTEXT + 1) : position + 1]
+    allowed = sorted(params.allowed_token_ids or range(vocab_size))
+    if position + 1 - sequence.num_prompt < params.min_tokens:
+        stops = {*sequence.eos_token_ids, *params.stop_token_ids}
+        allowed = [token for token in allowed if token not in stops]
+    return allowed[digest(position, *context, *noise) % len(allowed)]
+
+
+def logprob(token: int, position: int, history: int) -> float:
+    return -(digest(token, position, history) % 4096) / 256.0
+
+
+def rank(token: int, position: int, history: int, vocab_size: int) -> int:
+    return 1 + digest(token, position, history, 1) % vocab_size
+
+
+def expected_answer(
+    limits: EngineLimits, prompt: Sequence[int], params: SamplingParams, seed: int, sample_index: int = 0
+) -> tuple[list[int], str, int | None]:
+    """Token ids, finish reason and stop reason of a sample, computed without any schedule."""
+    eos_token_ids = limits.eos_token_ids
+    sequence = FakeSequence(list(prompt), len(prompt), 0, [], params, seed, sample_index, eos_token_ids)
+    max_tokens = min(params.max_tokens, limits.max_model_len - len(prompt))
+    for num_output in range(1, max_tokens + 1):
+        token = sample(sequence, len(sequence.tokens) - 1, limits.vocab_size)
+        sequence.append(token)
+        if num_output >= params.min_tokens:
+            if token in eos_token_ids and not params.ignore_eos:
+                return sequence.tokens[len(prompt) :], "stop", None
+            if token in params.stop_token_ids:
+                return sequence.tokens[len(prompt) :], "stop", token
+    return sequence.tokens[len(prompt) :], "length", None
+
+
+class FakeEngine:
+    """A StepEngine. `fail_at` is the index of the step whose collection raises `error`."""
+
+    def __init__(
+        self, limits: EngineLimits, *, fail_at: int | None = None, error: Exception | None = None
+    ) -> None:
+        self._limits = limits
+        self._fail_at = fail_at
+        self._error = error or RuntimeError("the device has gone")
+        self._slots: dict[int, FakeSequence] = {}
+        self._written: list[dict[tuple[int, int], int]] = [{} for _ in limits.num_pages]
+        """For each group what a (page, offset) holds: the history of the row that wrote it."""
+        self._in_flight: deque[tuple[StepHandle, set[tuple[int, int]]]] = deque()
+        """Dispatched steps, with the (group, page) that they read or write."""
+        self.plans: list[StepPlan] = []
+        self.loads: list[SlotLoad] = []
+
+    @property
+    def limits(self) -> EngineLimits:
+        return self._limits
+
+    def load_slot(self, load: SlotLoad) -> None:
+        limits = self._limits
+        _require(0 <= load.slot < limits.num_slots, f"slot {load.slot} does not exist")
+        _require(
+            0 <= load.num_computed < len(load.tokens) < limits.max_model_len,
+            f"{load.num_computed} computed of {len(load.tokens)} known tokens",
+        )
+        _require(load.num_computed % limits.page_size == 0, "only full pages can be shared")
+        _require(len(load.pages) == len(limits.windows), "pages for every cache group")
+        tables: list[dict[int, int]] = []
+        for group, pages in enumerate(load.pages):
+            tables.append({index: page for index, page in enumerate(pages) if page})
+            for index, page in tables[group].items():
+                self._check_page(group, page)
+                if index >= load.num_computed // limits.page_size:
+                    self._check_unused(group, page)
+        self._slots[load.slot] = FakeSequence(
+            list(load.tokens),
+            load.num_prompt_tokens,
+            load.num_computed,
+            tables,
+            load.params,
+            load.seed,
+            load.sample_index,
+            load.eos_token_ids,
+        )
+        self.loads.append(load)
+
+    def dispatch(self, plan: StepPlan) -> StepHandle:
+        self._check_shape(plan)
+        for grant in plan.grants:
+            self._grant(grant)
+        used: set[tuple[int, int]] = set()
+        for part in plan.sequences:
+            self._check_part(part)
+            used |= self._check_history(self._slots[part.slot])
+        written: set[tuple[int, int]] = set()
+        for part in plan.sequences:
+            pages = self._write(part)
+            _require(not pages & written, "two sequences of a step write the same page")
+            written |= pages
+        rows = [row for part in plan.sequences for row in self._compute(part)]
+        handle = StepHandle(plan, self._result(rows))
+        self._in_flight.append((handle, used | written))
+        self.plans.append(plan)
+        return handle
+
+    def collect(self, handle: StepHandle) -> StepResult:
+        _require(bool(self._in_flight) and self._in_flight[0][0] is handle, "steps are collected in order")
+        self._in_flight.popleft()
+        if self._fail_at is not None and len(self.plans) - len(self._in_flight) > self._fail_at:
+            raise self._error
+        return handle.device_result
+
+    def _check_shape(self, plan: StepPlan) -> None:
+        shape = plan.shape
+        _require(shape in self._limits.decode_shapes + self._limits.chunk_shapes, f"{shape} is not compiled")
+        _require(0 < plan.num_rows <= shape.rows, f"{plan.num_rows} rows in {shape}")
+        _require(len(plan.sequences) <= shape.sequences, f"{len(plan.sequences)} sequences in {shape}")
+        num_logit_rows = sum(part.num_logit_rows for part in plan.sequences)
+        _require(num_logit_rows <= shape.logit_rows, f"{num_logit_rows} logit rows in {shape}")
+        _require(
+            shape in self._limits.chunk_shapes or all(part.num_tokens == 1 for part in plan.sequences),
+            f"a chunk in the decode shape {shape}",
+        )
+        _require(len({part.slot for part in plan.sequences}) == len(plan.sequences), "a slot twice in a step")
+
+    def _check_part(self, part: SequencePlan) -> None:
+        _require(part.slot in self._slots, f"slot {part.slot} was never filled")
+        sequence = self._slots[part.slot]
+        todo = len(sequence.tokens) - sequence.num_computed
+        _require(1 <= part.num_tokens <= todo, f"{part.num_tokens} rows of {todo} uncomputed tokens")
+        _require(part.num_logit_rows in (1, part.num_tokens), "logits for the last row, or for all")
+
+    def _grant(self, grant: PageGrant) -> None:
+        self._check_page(grant.group, grant.page)
+        self._check_unused(grant.group, grant.page)
+        table = self._slots[grant.slot].tables[grant.group]
+        _require(grant.index not in table, f"page {grant.index} of slot {grant.slot} was granted before")
+        table[grant.index] = grant.page
+
+    def _check_page(self, group: int, page: int) -> None:
+        _require(0 < page < self._limits.num_pages[group], f"page {page} of group {group} may not be given")
+
+    def _check_unused(self, group: int, page: int) -> None:
+        for _, used in self._in_flight:
+            _require((group, page) not in used, f"page {page} of group {group} is in use by a step in flight")
+
+    def _check_history(self, sequence: FakeSequence) -> set[tuple[int, int]]:
+        """What the next row reads from earlier steps must be the sequence's own past; the pages read."""
+        page_size = self._limits.page_size
+        read: set[tuple[int, int]] = set()
+        for group, window in enumerate(self._limits.windows):
+            first = max(0, sequence.num_computed - window + 1) if window else 0
+            for position in range(first, sequence.num_computed):
+                index, offset = divmod(position, page_size)
+                page = sequence.tables[group].get(index)
+                _require(page is not None, f"page {index} of group {group} is read and was never granted")
+                found = self._written[group].get((page, offset))
+                _require(
+                    found == sequence.histories[position],
+                    f"page {page} of group {group} does not hold the reader's position {position}",
+                )
+                read.add((group, page))
+        return read
+
+    def _write(self, part: SequencePlan) -> set[tuple[int, int]]:
+        sequence = self._slots[part.slot]
+        pages: set[tuple[int, int]] = set()
+        for group, table in enumerate(sequence.tables):
+            for position in range(sequence.num_computed, sequence.num_computed + part.num_tokens):
+                index, offset = divmod(position, self._limits.page_size)
+                _require(index in table, f"page {index} of group {group} is written and was never granted")
+                self._written[group][table[index], offset] = sequence.histories[position]
+                pages.add((group, table[index]))
+        return pages
+
+    def _compute(self, part: SequencePlan) -> list[tuple[int, int, int]]:
+        """Move the sequence on; for each logit row the token after it, its position, its history."""
+        sequence = self._slots[part.slot]
+        end = sequence.num_computed + part.num_tokens
+        rows: list[tuple[int, int, int]] = []
+        for position in range(end - part.num_logit_rows, end):
+            if position == len(sequence.tokens) - 1:
+                sequence.append(sample(sequence, position, self._limits.vocab_size))
+            rows.append((sequence.tokens[position + 1], position, sequence.histories[position]))
+        sequence.num_computed = end
+        return rows
+
+    def _result(self, rows: list[tuple[int, int, int]]) -> StepResult:
+        num_top, vocab_size = self._limits.max_logprobs, self._limits.vocab_size
+        tops = [[(history + i) % vocab_size for i in range(num_top)] for _, _, history in rows]
+        return StepResult(
+            tokens=np.array([token for token, _, _ in rows], np.int32),
+            logprobs=np.array([logprob(*row) for row in rows], np.float32),
+            ranks=np.array([rank(*row, vocab_size) for row in rows], np.int32),
+            top_tokens=np.array(tops, np.int32).reshape(len(rows), num_top),
+            top_logprobs=np.array(
+                [[logprob(top, p, h) for top in t] for (_, p, h), t in zip(rows, tops, strict=True)],
+                np.float32,
+            ).reshape(len(rows), num_top),
+        )
+
+
+def _require(condition: bool, complaint: str) -> None:
+    if not condition:
+        raise FakeEngineError(complaint)
