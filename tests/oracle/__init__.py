@@ -1,0 +1,1 @@
+"""Expected answers from outside: tiny models of every family, and what transformers says of them."""
