@@ -58,7 +58,7 @@ class HostLoop:
 
     @property
     def limits(self) -> EngineLimits:
-        return self._engine.limits
+        return self._scheduler.limits
 
     @property
     def num_running(self) -> int:

@@ -222,6 +222,10 @@ class FakeEngine:
             shape in self._limits.chunk_shapes or all(part.num_tokens == 1 for part in plan.sequences),
             f"a chunk in the decode shape {shape}",
         )
+        for group in range(len(self._limits.windows)):
+            num_grants = sum(grant.group == group for grant in plan.grants)
+            most = shape.rows // self._limits.page_size + shape.sequences
+            _require(num_grants <= most, f"{num_grants} grants in group {group} of {shape}")
         _require(len({part.slot for part in plan.sequences}) == len(plan.sequences), "a slot twice in a step")
 
     def _check_part(self, part: SequencePlan) -> None:
@@ -253,8 +257,11 @@ class FakeEngine:
             first = max(0, sequence.num_computed - window + 1) if window else 0
             for position in range(first, sequence.num_computed):
                 index, offset = divmod(position, page_size)
-                page = sequence.tables[group].get(index)
-                _require(page is not None, f"page {index} of group {group} is read and was never granted")
+                _require(
+                    index in sequence.tables[group],
+                    f"page {index} of group {group} is read and was never granted",
+                )
+                page = sequence.tables[group][index]
                 found = self._written[group].get((page, offset))
                 _require(
                     found == sequence.histories[position],

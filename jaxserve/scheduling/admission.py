@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxserve.plan import EngineLimits, SamplingParams
+from jaxserve.plan import MAX_STOP_IDS, EngineLimits, SamplingParams
 from jaxserve.scheduling.pages import max_pages_spanned
 
 
@@ -39,6 +39,27 @@ def check_params(params: SamplingParams, limits: EngineLimits) -> None:
         asked = getattr(params, name)
         if asked is not None and asked > limits.max_logprobs:
             raise ValueError(f"{name} {asked} is above the limit, {limits.max_logprobs}")
+    num_stop_ids = len(set(params.stop_token_ids))
+    if params.min_tokens and num_stop_ids > MAX_STOP_IDS:
+        raise ValueError(
+            f"{num_stop_ids} stop_token_ids are above the limit, {MAX_STOP_IDS}, that holds with min_tokens"
+        )
+    _check_choice(params, limits)
+
+
+def _check_choice(params: SamplingParams, limits: EngineLimits) -> None:
+    """Raise ValueError if the ids that are withheld leave no token to sample."""
+    withheld = set(params.bad_token_ids or ())
+    if params.min_tokens:
+        withheld.update(limits.eos_token_ids, params.stop_token_ids)
+    allowed = params.allowed_token_ids
+    if allowed is None and len(withheld) < limits.vocab_size:
+        return
+    if withheld.issuperset(range(limits.vocab_size) if allowed is None else allowed):
+        raise ValueError(
+            "no token could be sampled: bad_token_ids, and up to min_tokens the ids that end an answer, "
+            f"withhold all of the {limits.vocab_size if allowed is None else len(allowed)} allowed ones"
+        )
 
 
 def check_pool(prompt_len: int, max_tokens: int, limits: EngineLimits) -> None:

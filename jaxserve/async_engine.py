@@ -1,0 +1,247 @@
+"""The asynchronous face of the host loop: it runs on a thread of its own and feeds asyncio streams."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from types import TracebackType
+
+from jaxserve.loop import HostLoop, LoopStoppedError
+from jaxserve.outputs import AnswerDelta
+from jaxserve.plan import EngineLimits, SamplingParams
+
+_Item = AnswerDelta | LoopStoppedError
+
+
+class AnswerStream:
+    """The deltas of one request, in order: iterate with `async for`, in the event loop that submitted it.
+
+    Ends after the delta whose `output` is the finished request. If the engine fails, raises
+    LoopStoppedError (INTERNAL, to a server's clients). Whoever stops listening aborts the request: by
+    `aclose`, by the end of an `async with`, by cancelling a task that waits here, or by dropping the stream.
+    """
+
+    def __init__(self, request_id: str, queue: asyncio.Queue[_Item], abort: Callable[[], None]) -> None:
+        self.request_id = request_id
+        self._queue = queue
+        self._ended = False
+        self._abort_if_open = weakref.finalize(self, abort)
+        self._abort_if_open.atexit = False
+
+    def __aiter__(self) -> AnswerStream:
+        return self
+
+    async def __anext__(self) -> AnswerDelta:
+        if self._ended:
+            raise StopAsyncIteration
+        try:
+            item = await self._queue.get()
+        except asyncio.CancelledError:
+            await self.aclose()
+            raise
+        if isinstance(item, LoopStoppedError):
+            self._end()
+            raise item
+        if item.output is not None:
+            self._end()
+        return item
+
+    async def aclose(self) -> None:
+        """Stop listening; a request that has not ended is aborted. Does not wait for that."""
+        self._ended = True
+        self._abort_if_open()
+
+    async def __aenter__(self) -> AnswerStream:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    def _end(self) -> None:
+        self._ended = True
+        self._abort_if_open.detach()
+
+
+class _Subscriber:
+    """Where the deltas of one request go."""
+
+    __slots__ = ("event_loop", "queue")
+
+    def __init__(self) -> None:
+        self.event_loop = asyncio.get_running_loop()
+        self.queue: asyncio.Queue[_Item] = asyncio.Queue()
+
+
+class Engine:
+    """Runs a HostLoop on its own thread. `submit`, `abort` and `close` may be called from any thread.
+
+    The thread sleeps while there is nothing to do. An error of the loop reaches every open stream and
+    whoever calls `close`; nothing is served afterwards.
+    """
+
+    def __init__(self, loop: HostLoop) -> None:
+        """Take over a loop; from now on nobody else may touch it."""
+        self._loop = loop
+        self._wake = threading.Condition()
+        """Guards what follows, up to the thread."""
+        self._commands: deque[Callable[[], object]] = deque()
+        self._subscribers: dict[str, _Subscriber] = {}
+        self._closing = False
+        self._failure: LoopStoppedError | None = None
+        self._numbers = itertools.count()
+        self._thread = threading.Thread(target=self._run, name="jaxserve-loop", daemon=True)
+        self._thread.start()
+
+    @property
+    def limits(self) -> EngineLimits:
+        return self._loop.limits
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What stopped the engine, if something did."""
+        return self._loop.failure
+
+    def submit(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        request_id: str | None = None,
+        *,
+        prompt: str | None = None,
+    ) -> AnswerStream:
+        """Queue a request and return the stream of its deltas. Call it inside a running event loop.
+
+        Args:
+            prompt_token_ids: the prompt.
+            params: how to sample.
+            request_id: a name that no open request has; by default a fresh one.
+            prompt: the prompt's text, for the record.
+
+        Raises:
+            ValueError: the request could never be served, or its id is in use.
+            LoopStoppedError: the engine has failed or is closed.
+        """
+        self._loop.check(prompt_token_ids, params)
+        subscriber = _Subscriber()
+        prompt_token_ids = list(prompt_token_ids)
+        with self._wake:
+            self._check_open()
+            name = f"request-{next(self._numbers)}" if request_id is None else request_id
+            if name in self._subscribers:
+                raise ValueError(f"request id {name!r} is in use by a request that has not ended")
+            self._subscribers[name] = subscriber
+            self._commands.append(lambda: self._loop.add(name, prompt_token_ids, params, prompt=prompt))
+            self._wake.notify()
+        return AnswerStream(name, subscriber.queue, lambda: self.abort(name))
+
+    def abort(self, request_id: str) -> None:
+        """End a request with what it has; its stream gets a last delta. No effect on one that has ended."""
+        with self._wake:
+            if request_id in self._subscribers:
+                self._commands.append(lambda: self._loop.abort(request_id))
+                self._wake.notify()
+
+    def close(self) -> None:
+        """Abort what is open, stop the thread and wait for it.
+
+        Raises LoopStoppedError, from its cause, if the engine has failed.
+        """
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        self._thread.join()
+        if self._failure is not None:
+            raise self._failure
+
+    async def __aenter__(self) -> Engine:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await asyncio.to_thread(self.close)
+
+    def _check_open(self) -> None:
+        if self._failure is not None:
+            raise LoopStoppedError(str(self._failure)) from self._failure.__cause__
+        if self._closing:
+            raise LoopStoppedError("the engine is closed")
+
+    # On the loop's thread --------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while self._obey():
+                self._deliver(self._loop.step())
+        except BaseException as error:  # Kept for every stream and for close(): a thread has no caller.
+            self._fail(error)
+
+    def _obey(self) -> bool:
+        """Carry out what was asked for, sleeping until there is something to do; False once it is to end."""
+        with self._wake:
+            while not (self._commands or self._closing) and self._loop.idle:
+                self._wake.wait()
+            commands, self._commands = self._commands, deque()
+            closing = self._closing
+            if closing:
+                commands.extend(self._abort_command(name) for name in self._subscribers)
+        for command in commands:
+            command()
+        return not (closing and self._loop.idle)
+
+    def _abort_command(self, request_id: str) -> Callable[[], object]:
+        return lambda: self._loop.abort(request_id)
+
+    def _deliver(self, deltas: list[AnswerDelta]) -> None:
+        """Hand the deltas to their streams, waking each event loop once."""
+        if not deltas:
+            return
+        batches: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Queue[_Item], _Item]]] = {}
+        with self._wake:
+            for delta in deltas:
+                subscriber = self._subscribers[delta.request_id]
+                batches.setdefault(subscriber.event_loop, []).append((subscriber.queue, delta))
+                if delta.output is not None:
+                    del self._subscribers[delta.request_id]
+        for event_loop, batch in batches.items():
+            self._post(event_loop, batch)
+
+    def _post(
+        self, event_loop: asyncio.AbstractEventLoop, batch: list[tuple[asyncio.Queue[_Item], _Item]]
+    ) -> None:
+        try:
+            event_loop.call_soon_threadsafe(_put_all, batch)
+        except RuntimeError:
+            if not event_loop.is_closed():
+                raise
+            self._abort_orphans(event_loop)
+
+    def _abort_orphans(self, event_loop: asyncio.AbstractEventLoop) -> None:
+        """An event loop was closed over its open streams: nobody will ever read them."""
+        with self._wake:
+            for name, subscriber in self._subscribers.items():
+                if subscriber.event_loop is event_loop:
+                    self._commands.append(self._abort_command(name))
+
+    def _fail(self, error: BaseException) -> None:
+        failure = LoopStoppedError(f"the engine was stopped by {error!r}")
+        failure.__cause__ = error
+        with self._wake:
+            self._failure = failure
+            subscribers = list(self._subscribers.values())
+            self._subscribers.clear()
+        for subscriber in subscribers:
+            own = LoopStoppedError(str(failure))  # An exception raised in several tasks must not be shared.
+            own.__cause__ = error
+            self._post(subscriber.event_loop, [(subscriber.queue, own)])
+
+
+def _put_all(batch: list[tuple[asyncio.Queue[_Item], _Item]]) -> None:
+    for queue, item in batch:
+        queue.put_nowait(item)
