@@ -12,7 +12,7 @@ import numpy as np
 from jaxserve.config import Activation, LayerKind, ModelConfig, RopeScaling
 from jaxserve.weights.layout import Naming
 from jaxserve.weights.naming import GGUF, GGUF_LLAMA
-from jaxserve.weights.rope import gguf_rope_scaling, llama3_from_factors
+from jaxserve.weights.rope import gguf_rope_scaling, llama3_from_factors, longest_sequence
 from jaxserve.weights.settings import Settings, build_config, shorten
 from jaxserve.weights.tensors import StoredTensor
 
@@ -33,6 +33,8 @@ _DESCRIPTIVE = ("vocab_size", "rope.scaling.finetuned")
 class _Architecture:
     """What sets an architecture apart from the plain decoder."""
 
+    family: str
+    """As the reader of Hugging Face configs calls it; Mistral and Mixtral come as llama."""
     naming: Naming = GGUF
     windows: Callable[[Settings, int], list[int]] = lambda settings, num_layers: [0] * num_layers
     local_rope_theta: float = 0.0
@@ -70,7 +72,7 @@ def read_gguf_config(
     tokenizer = Settings(metadata, path, "tokenizer.ggml.")
     config = build_config(
         path,
-        family=name,
+        family=architecture.family,
         vocab_size=_vocab_size(path, tensors),
         hidden_size=hidden_size,
         intermediate_size=settings.integer("feed_forward_length"),
@@ -78,7 +80,7 @@ def read_gguf_config(
         num_kv_heads=settings.integer("attention.head_count_kv", num_heads),
         head_size=head_size,
         layers=layers,
-        max_position=settings.integer("context_length"),
+        max_position=longest_sequence(settings.integer("context_length"), layers),
         norm_eps=settings.number("attention.layer_norm_rms_epsilon"),
         activation=architecture.activation,
         tie_embeddings=_OUTPUT not in tensors,
@@ -195,11 +197,12 @@ def _gemma_fields(settings: Settings) -> dict[str, Any]:
 
 
 _ARCHITECTURES: Mapping[str, _Architecture] = {
-    "llama": _Architecture(naming=GGUF_LLAMA, windows=_uniform_window),
-    "qwen2": _Architecture(traits={"qkv_bias": True}),
-    "qwen3": _Architecture(traits={"qk_norm": True}),
-    "qwen3moe": _Architecture(traits={"qk_norm": True}),
+    "llama": _Architecture("llama", naming=GGUF_LLAMA, windows=_uniform_window),
+    "qwen2": _Architecture("qwen2", traits={"qkv_bias": True}),
+    "qwen3": _Architecture("qwen3", traits={"qk_norm": True}),
+    "qwen3moe": _Architecture("qwen3_moe", traits={"qk_norm": True}),
     "gemma3": _Architecture(
+        "gemma3",
         windows=_gemma_windows,
         local_rope_theta=10000.0,
         fields=_gemma_fields,

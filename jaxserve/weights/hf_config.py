@@ -10,7 +10,7 @@ from typing import Any
 from jaxserve.config import Activation, LayerKind, ModelConfig, RopeScaling
 from jaxserve.weights.layout import Naming
 from jaxserve.weights.naming import HF_DENSE, HF_GEMMA3, HF_MIXTRAL, HF_QWEN3_MOE
-from jaxserve.weights.rope import hf_rope_scaling
+from jaxserve.weights.rope import hf_rope_scaling, longest_sequence
 from jaxserve.weights.settings import Settings, build_config
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
@@ -74,7 +74,7 @@ def read_hf_config(folder: Path) -> tuple[ModelConfig, Naming]:
         num_kv_heads=settings.integer("num_key_value_heads", num_heads),
         head_size=settings.integer("head_dim", hidden_size // num_heads),
         layers=layers,
-        max_position=_max_position(settings, layers),
+        max_position=longest_sequence(settings.integer("max_position_embeddings"), layers),
         norm_eps=settings.number("rms_norm_eps", family.norm_eps),
         activation=_ACTIVATIONS[
             settings.choice(family.activation_key, tuple(_ACTIVATIONS), family.activation)
@@ -107,17 +107,6 @@ def _layers(settings: Settings, family: _Family) -> tuple[LayerKind, ...]:
         theta, scaling = _rope(settings, family, window)
         layers.append(LayerKind(window=window, rope_theta=theta, rope_scaling=scaling, experts=experts))
     return tuple(layers)
-
-
-def _max_position(settings: Settings, layers: tuple[LayerKind, ...]) -> int:
-    """The stated length; with yarn, what it extends the original length to, where that is more."""
-    stated = settings.integer("max_position_embeddings")
-    extended = [
-        int(scaling.factor * scaling.original_max_position)
-        for kind in layers
-        if (scaling := kind.rope_scaling) and scaling.kind == "yarn"
-    ]
-    return max(stated, *extended)
 
 
 def _eos_token_ids(settings: Settings, generation_config: Path) -> tuple[int, ...]:

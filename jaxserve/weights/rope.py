@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from jaxserve.config import RopeScaling
+from jaxserve.config import LayerKind, RopeScaling
 from jaxserve.weights.settings import Settings
 
 _HF_COMMON_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
@@ -90,6 +90,16 @@ def gguf_rope_scaling(settings: Settings, context_length: int) -> RopeScaling | 
         # llama.cpp multiplies the stored factor by the paper's own.
         attention_factor=attention * yarn_attention(factor),
     )
+
+
+def longest_sequence(stated: int, layers: Sequence[LayerKind]) -> int:
+    """The stated length; with yarn, what it extends the original length to, where that is more."""
+    extended = [
+        int(scaling.factor * scaling.original_max_position)
+        for kind in layers
+        if (scaling := kind.rope_scaling) and scaling.kind == "yarn"
+    ]
+    return max([stated, *extended])
 
 
 def yarn_attention(factor: float, mscale: float = 1.0) -> float:

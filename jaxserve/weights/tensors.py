@@ -13,9 +13,10 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
-# Elements decoded at a time. Dequantising makes several float32 temporaries of this size: at 128 Ki they
-# stay in the level-2 cache, and numpy's cost per call has faded. Whole tensors are four times slower.
-_SLAB = 1 << 17
+# Elements decoded at a time. Dequantising makes several temporaries of this many float32: here they stay in
+# the cache and in memory that malloc keeps, and numpy's cost per call has faded. From 128 Ki on, malloc
+# returns each to the system: SmolLM2 then takes seven times the page faults, and twice the time.
+_SLAB = 1 << 16
 
 
 @dataclass(frozen=True)
