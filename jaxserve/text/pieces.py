@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +12,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SUPPORTED = "ByteLevel, Metaspace, or a Sequence of Replace, ByteFallback, Fuse, Strip and these"
 
 
-def byte_level_alphabet() -> dict[str, int]:
+def _byte_level_alphabet() -> dict[str, int]:
     """The printable stand-in that byte-level BPE (GPT-2) uses for each byte, mapped to the byte."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), 256)]
     alphabet = {chr(byte): byte for byte in printable}
@@ -19,7 +20,7 @@ def byte_level_alphabet() -> dict[str, int]:
     return alphabet | {chr(256 + index): byte for index, byte in enumerate(others)}
 
 
-_BYTE_OF_CHARACTER = byte_level_alphabet()
+_BYTE_OF_CHARACTER = _byte_level_alphabet()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,32 +65,38 @@ def read_codec(decoder: Any) -> PieceCodec:
     """
     if decoder is None:
         raise ValueError(f"the tokenizer has no decoder; supported are {_SUPPORTED}")
-    return _extend(PieceCodec(), json.loads(decoder.__getstate__()), fused=False)
+    codec, fused = PieceCodec(), False
+    for step in _steps(json.loads(decoder.__getstate__())):
+        codec = replace(codec, **_changes(codec, step, fused))
+        fused = fused or step["type"] == "Fuse"
+    return codec
 
 
-def _extend(codec: PieceCodec, spec: dict[str, Any], *, fused: bool) -> PieceCodec:
-    match spec:
-        case {"type": "Sequence", "decoders": list(decoders)}:
-            for inner in decoders:
-                codec = _extend(codec, inner, fused=fused)
-                fused = fused or inner["type"] == "Fuse"
-            return codec
+def _steps(spec: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    if spec["type"] != "Sequence":
+        yield spec
+        return
+    for inner in spec["decoders"]:
+        yield from _steps(inner)
+
+
+def _changes(codec: PieceCodec, step: dict[str, Any], fused: bool) -> dict[str, Any]:
+    """What one decoder changes in a codec; `fused` says that it sees the text rather than its tokens."""
+    changes: dict[str, Any] = {}
+    match step:
         case {"type": "ByteLevel"}:
-            return replace(codec, byte_level=True)
+            changes["byte_level"] = True
         case {"type": "Metaspace", "replacement": str(mark), "prepend_scheme": str(scheme)}:
-            return replace(
-                codec,
-                replacements=(*codec.replacements, (mark, " ")),
-                strip_start=0 if scheme == "never" else 1,
-            )
+            changes["replacements"] = (*codec.replacements, (mark, " "))
+            changes["strip_start"] = 0 if scheme == "never" else 1
         case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)}:
-            return replace(codec, replacements=(*codec.replacements, (old, new)))
+            changes["replacements"] = (*codec.replacements, (old, new))
         case {"type": "ByteFallback"}:
-            return replace(codec, byte_fallback=True)
+            changes["byte_fallback"] = True
         case {"type": "Fuse"}:
-            return codec
-        # Before a Fuse, Strip would work on each token apart, not on the text.
+            pass
         case {"type": "Strip", "content": " ", "start": int(start), "stop": 0} if fused:
-            return replace(codec, strip_start=start)
+            changes["strip_start"] = start
         case _:
-            raise ValueError(f"unsupported tokenizer decoder {json.dumps(spec)}; supported are {_SUPPORTED}")
+            raise ValueError(f"unsupported tokenizer decoder {json.dumps(step)}; supported are {_SUPPORTED}")
+    return changes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 from tokenizers import pre_tokenizers
 
 from jaxserve.text import Tokenizer
+from jaxserve.weights import pull
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 
@@ -74,8 +74,5 @@ def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def smollm2_gguf() -> Path:
-    """The file in the environment variable JAXSERVE_TEST_SMOLLM2."""
-    path = Path(os.environ.get("JAXSERVE_TEST_SMOLLM2", ""))
-    if not path.is_file():
-        pytest.skip("needs JAXSERVE_TEST_SMOLLM2, the path of SmolLM2-135M-Instruct.Q4_1.gguf")
-    return path
+    """SmolLM2-135M-Instruct, pulled when it is not in the cache."""
+    return pull("smollm2-135m", progress=False)
