@@ -1,7 +1,9 @@
-"""What transformers answers: float32 on CPU, eager attention. Needs the oracle extra."""
+"""What transformers answers: float32 on CPU, eager attention and experts. Needs the oracle extra."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,17 @@ MIN_ROUTER_GAP = 2e-4
 """Likewise for the last expert that is chosen and the first that isn't, in router logits."""
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Keep torch to one thread: a tiny model's steps are shorter than waking a second one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def load_reference(folder: Path, gguf_file: str | None = None) -> Model:
     """The model in `folder`, in float32. Raises ValueError unless every tensor found its place."""
     loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -30,6 +43,7 @@ def load_reference(folder: Path, gguf_file: str | None = None) -> Model:
         gguf_file=gguf_file,
         dtype=torch.float32,
         attn_implementation="eager",
+        experts_implementation="eager",
         output_loading_info=True,
     )
     model, info = loaded

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxserve.weights import pull
 from tests.oracle.cases import (
     ORACLE_DATA,
     IntArray,
@@ -27,7 +28,7 @@ from tests.oracle.cases import (
     save_cases,
     save_smollm2,
 )
-from tests.oracle.reference import load_reference, tiny_case
+from tests.oracle.reference import load_reference, one_thread, tiny_case
 from tests.oracle.smollm2 import smollm2_cases
 from tests.oracle.tiny_models import TINY_MODELS, TinyModel, weights_digest, write_tiny_model
 
@@ -58,12 +59,12 @@ def prompts(model: TinyModel) -> list[IntArray]:
 def tiny_cases(name: str) -> OracleCases:
     """Ask transformers everything about the tiny model `name`."""
     model = TINY_MODELS[name]
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, one_thread():
         reference = load_reference(write_tiny_model(name, Path(folder)))
-    cases = tuple(
-        tiny_case(reference, prompt_ids, np.asarray(PROMPT_POSITIONS[len(prompt_ids)], np.int32))
-        for prompt_ids in prompts(model)
-    )
+        cases = tuple(
+            tiny_case(reference, prompt_ids, np.asarray(PROMPT_POSITIONS[len(prompt_ids)], np.int32))
+            for prompt_ids in prompts(model)
+        )
     return OracleCases(name, weights_digest(name), cases)
 
 
@@ -125,11 +126,7 @@ def _process(name: str, options: argparse.Namespace) -> Iterator[str]:
 
 def _smollm2_path(given: Path | None) -> Path:
     """The given GGUF, or the one that `jaxserve pull` keeps, pulled if it is not there yet."""
-    if given is not None:
-        return given
-    from jaxserve.weights import pull
-
-    return Path(pull("smollm2-135m"))
+    return pull("smollm2-135m") if given is None else given
 
 
 def _parser() -> argparse.ArgumentParser:
