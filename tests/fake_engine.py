@@ -57,7 +57,7 @@ def make_limits(
         num_pages=tuple(num_pages),
         windows=tuple(windows),
         vocab_size=vocab_size,
-        decode_shapes=tuple(StepShape(rows, rows, rows) for rows in decode_rows),
+        decode_shapes=tuple(StepShape(rows, rows, rows, decode=True) for rows in decode_rows),
         chunk_shapes=tuple(StepShape(rows, num_slots, logit_rows) for rows in chunk_rows),
         max_logprobs=max_logprobs,
         eos_token_ids=tuple(eos_token_ids),
@@ -219,7 +219,7 @@ class FakeEngine:
         num_logit_rows = sum(part.num_logit_rows for part in plan.sequences)
         _require(num_logit_rows <= shape.logit_rows, f"{num_logit_rows} logit rows in {shape}")
         _require(
-            shape in self._limits.chunk_shapes or all(part.num_tokens == 1 for part in plan.sequences),
+            not shape.decode or all(part.num_tokens == 1 for part in plan.sequences),
             f"a chunk in the decode shape {shape}",
         )
         for group in range(len(self._limits.windows)):

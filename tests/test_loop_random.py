@@ -1,0 +1,115 @@
+"""Random arrivals, aborts and steps in tiny pools: nothing leaks, nothing is lost or finished twice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hypothesis.strategies as st
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from jaxserve.loop import HostLoop
+from jaxserve.outputs import AnswerDelta, RequestOutput
+from jaxserve.plan import SamplingParams
+from tests.fake_engine import FakeEngine, expected_answer, make_limits
+
+POOLS = [((15,), (0,)), ((15, 6), (0, 6)), ((7,), (9,)), ((15, 7, 5), (0, 11, 3))]
+MAX_TOKENS = 20
+
+requests = st.fixed_dictionaries(
+    {
+        "prompt": st.lists(st.integers(0, 96), min_size=1, max_size=30),
+        "n": st.sampled_from([1, 1, 2, 3]),
+        "max_tokens": st.integers(1, MAX_TOKENS),
+        "min_tokens": st.integers(0, 1),
+        "stop_token_ids": st.lists(st.integers(0, 96), max_size=12),
+        "prompt_logprobs": st.sampled_from([None, None, 0]),
+        "ignore_eos": st.booleans(),
+    }
+)
+
+
+class LoopMachine(RuleBasedStateMachine):
+    @initialize(
+        pool=st.sampled_from(POOLS),
+        overlap=st.booleans(),
+        max_chunk=st.sampled_from([1, 3, 16]),
+        num_slots=st.integers(1, 5),
+    )
+    def start(self, pool: Any, overlap: bool, max_chunk: int, num_slots: int) -> None:
+        num_pages, windows = pool
+        self.limits = make_limits(
+            num_slots=num_slots, num_pages=num_pages, windows=windows, max_model_len=52, chunk_rows=(8, 16)
+        )
+        self.loop = HostLoop(FakeEngine(self.limits), overlap=overlap, max_chunk=max_chunk)
+        self.submitted: dict[str, tuple[list[int], SamplingParams]] = {}
+        self.open: set[str] = set()
+        self.aborted: set[str] = set()
+        self.streamed: dict[tuple[str, int], list[int]] = {}
+        self.ended: set[tuple[str, int]] = set()
+
+    @rule(request=requests)
+    def submit(self, request: dict[str, Any]) -> None:
+        prompt = request.pop("prompt")
+        params = SamplingParams(seed=len(self.submitted), **request)
+        name = str(len(self.submitted))
+        self.loop.add(name, prompt, params)
+        self.submitted[name] = prompt, params
+        self.open.add(name)
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.open)))
+        assert self.loop.abort(name)
+        assert not self.loop.abort(name)
+        self.open.discard(name)
+        self.aborted.add(name)
+
+    @rule(count=st.integers(1, 6))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            for delta in self.loop.step():
+                self.take(delta)
+
+    def take(self, delta: AnswerDelta) -> None:
+        key = (delta.request_id, delta.index)
+        assert key not in self.ended, "a sample ended twice, or went on after its end"
+        self.streamed.setdefault(key, []).extend(delta.token_ids)
+        if delta.finish_reason is not None:
+            self.ended.add(key)
+        if delta.output is not None:
+            self.open.discard(delta.request_id)
+            self.check_output(delta.output)
+
+    def check_output(self, output: RequestOutput) -> None:
+        prompt, params = self.submitted[output.request_id]
+        for index, completion in enumerate(output.outputs):
+            assert completion.token_ids == self.streamed[output.request_id, index]
+            expected = expected_answer(self.limits, prompt, params, output.seed, index)
+            if completion.finish_reason == "abort":
+                assert output.request_id in self.aborted
+                assert completion.token_ids == expected[0][: len(completion.token_ids)]
+            else:
+                assert (completion.token_ids, completion.finish_reason, completion.stop_reason) == expected
+
+    @invariant()
+    def accounts_balance(self) -> None:
+        self.loop.check_integrity()
+        assert self.loop.num_open == len(self.open)
+
+    def teardown(self) -> None:
+        for delta in self.loop.run_until_idle():
+            self.take(delta)
+        self.loop.check_integrity()
+        assert not self.open
+        assert self.loop.idle
+        assert self.loop.num_running == 0
+        expected = {(name, i) for name, (_, params) in self.submitted.items() for i in range(params.n)}
+        assert self.ended == expected
+
+
+TestLoopMachine = LoopMachine.TestCase
+TestLoopMachine.settings = settings(
+    max_examples=120, stateful_step_count=30, deadline=None, derandomize=True, database=None
+)
