@@ -17,13 +17,16 @@ Message = Mapping[str, Any]
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}` marks the assistant's words for training masks; here its body is just rendered."""
+    """`{% generation %}` marks the assistant's words for training masks; here its body is just rendered.
+
+    It stays a scope of its own, as in transformers: what is set inside does not leak.
+    """
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it as a plain class attribute
 
-    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
 
 def _raise_exception(message: str) -> NoReturn:

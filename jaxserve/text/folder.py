@@ -40,12 +40,9 @@ def read_folder(path: Path) -> FolderTokenizer:
         # As in transformers: once the config states either, the post-processor of tokenizer.json is void.
         before, after = (marks[name] if config.get(f"add_{name}") else None for name in marks)
         set_sequence_marks(backend, before, after)
-    generation_ids = _read_json(path / "generation_config.json").get("eos_token_id") or []
-    eos_ids = [marks["eos_token"][1]] if marks["eos_token"] else []
-    eos_ids += [generation_ids] if isinstance(generation_ids, int) else generation_ids
-    return FolderTokenizer(
-        backend, special_tokens, tuple(dict.fromkeys(eos_ids)), _chat_templates(path, config)
-    )
+    own_end = [marks["eos_token"][1]] if marks["eos_token"] else []
+    ends = dict.fromkeys([*own_end, *_generation_ends(path / "generation_config.json")])
+    return FolderTokenizer(backend, special_tokens, tuple(ends), _chat_templates(path, config))
 
 
 def _read_backend(path: Path) -> tokenizers.Tokenizer:
@@ -93,17 +90,36 @@ def _known(backend: tokenizers.Tokenizer, path: Path, name: str, text: str | Non
     return text, token_id
 
 
+def _generation_ends(path: Path) -> list[int]:
+    stated = _read_json(path).get("eos_token_id")
+    ends = stated if isinstance(stated, list) else [] if stated is None else [stated]
+    if not all(isinstance(token_id, int) for token_id in ends):
+        raise ValueError(f"{path} has eos_token_id {stated!r}; expected a token id or a list of them")
+    return ends
+
+
 def _chat_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """The newer places win: .jinja files over chat_template.json over tokenizer_config.json."""
     templates: dict[str, str] = {}
     for source in (config, _read_json(path / "chat_template.json")):
-        stated = source.get("chat_template")
-        if isinstance(stated, str):
-            templates["default"] = stated
-        elif isinstance(stated, list):
-            templates |= {entry["name"]: entry["template"] for entry in stated}
+        match source.get("chat_template"):
+            case None:
+                continue
+            case str(template):
+                templates["default"] = template
+            case [*entries] if all(_is_named_template(entry) for entry in entries):
+                templates |= {entry["name"]: entry["template"] for entry in entries}
+            case other:
+                raise ValueError(f"{path} has the chat_template {other!r}; expected a text or named texts")
     for file in sorted((path / "additional_chat_templates").glob("*.jinja")):
         templates[file.stem] = file.read_text(encoding="utf-8")
     if (file := path / "chat_template.jinja").is_file():
         templates["default"] = file.read_text(encoding="utf-8")
     return templates
+
+
+def _is_named_template(entry: Any) -> bool:
+    match entry:
+        case {"name": str(), "template": str()}:
+            return True
+    return False

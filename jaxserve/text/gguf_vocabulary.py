@@ -120,7 +120,7 @@ def set_sequence_marks(
 ) -> None:
     """Put a special token (its text and id) before and after every encoded text, or neither."""
     marks = [mark for mark in (before, after) if mark]
-    template = " ".join([*([before[0]] if before else []), "$A", *([after[0]] if after else [])])
+    template = [*([before[0]] if before else []), "$A", *([after[0]] if after else [])]
     backend.post_processor = (  # pyright: ignore[reportAttributeAccessIssue]
         processors.TemplateProcessing(single=template, special_tokens=marks) if marks else None
     )

@@ -68,8 +68,11 @@ def test_json_is_not_escaped_for_html() -> None:
 
 
 def test_the_generation_tag_is_transparent() -> None:
-    template = ChatTemplate("a{% generation %}{{ messages[0].content }}{% endgeneration %}b")
-    assert template.render([USER]) == "ahib"
+    template = ChatTemplate(
+        "{% set x = 'a' %}{{ x }}"
+        "{% generation %}{{ messages[0].content }}{% set x = 'b' %}{% endgeneration %}{{ x }}"
+    )
+    assert template.render([USER]) == "ahia"
 
 
 def test_the_date_is_todays() -> None:

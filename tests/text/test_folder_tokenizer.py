@@ -111,6 +111,12 @@ def test_metaspace_spells_spaces(folder: Path, sentencepiece: Tokenizer) -> None
         ("tokenizer.json", "{", "tokenizer.json is not a readable tokenizer"),
         ("tokenizer_config.json", "{", "tokenizer_config.json is not valid JSON"),
         ("generation_config.json", "[]", "generation_config.json holds a list"),
+        ("generation_config.json", '{"eos_token_id": ["a"]}', r"eos_token_id \['a'\]"),
+        (
+            "tokenizer_config.json",
+            '{"chat_template": [{"name": "default"}]}',
+            "expected a text or named texts",
+        ),
         ("tokenizer_config.json", '{"eos_token": "<gone>"}', "'<gone>' as its eos_token"),
     ],
 )
