@@ -74,6 +74,7 @@ def test_saved_models_open_and_read(name, own, expected, tmp_path):
 
 
 @pytest.mark.real
+@pytest.mark.slow
 def test_smollm2_is_read_as_transformers_reads_it():
     """Its own GGUF reader undoes the rotary permutation independently of this one."""
     transformers = pytest.importorskip("transformers")
