@@ -9,6 +9,7 @@ import sys
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import huggingface_hub
 import pytest
@@ -16,6 +17,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 
 from jaxserve.weights import CATALOGUE, CatalogueEntry, PullError, cache_home, pull, resolve_model
 
+REPOSITORY = Path(__file__).resolve().parents[2]
 CONTENT = bytes(range(256)) * 9000
 
 ENTRY = CatalogueEntry(
@@ -218,3 +220,9 @@ class TestResolve:
     def test_invalid_hub_id(self, monkeypatch):
         with pytest.raises(ValueError, match="'owner/-name' is no valid hub id"):
             resolve_model("owner/-name")
+
+
+def test_the_package_is_free_of_jax():
+    """Pulling, planning and reading a config must not wait for jax, nor need an accelerator."""
+    check = "import sys, jaxserve.weights; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", check], cwd=REPOSITORY, check=False).returncode == 0
