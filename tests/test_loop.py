@@ -300,7 +300,7 @@ def test_decode_steps_use_decode_shapes_and_mixed_ones_do_not() -> None:
         single = all(part.num_tokens == 1 for part in plan.sequences)
         assert plan.shape.decode == single
     chunks = [[p.num_tokens for p in plan.sequences] for plan in engine.plans if plan.num_rows > 2]
-    assert chunks == [[3], [1, 16], [1, 16], [1, 8]], "the running request has its row beside each chunk"
+    assert chunks == [[3], [1, 15], [1, 15], [1, 10]], "the running request has its row beside each chunk"
 
 
 class InstantEngine:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 
-from jaxserve.plan import EngineLimits, PageGrant, SamplingParams
+from jaxserve.plan import EngineLimits, PageGrant, SamplingParams, StepShape
 from jaxserve.scheduling.admission import check_params, check_pool, check_prompt
 from jaxserve.scheduling.pages import PagePool, PageTable, SharedPrefix, max_pages_spanned
 from jaxserve.scheduling.queue import WaitingQueue
@@ -28,19 +28,20 @@ class Scheduler:
     def __init__(self, limits: EngineLimits, *, max_chunk: int | None = None) -> None:
         """`max_chunk`: the most prompt tokens in one step; by default as many as the largest shape holds.
 
+        The rows of running requests count within it while they are few: see `_budget`.
+
         Raises ValueError if it is below 1 or above the largest shape.
         """
-        budget = limits.chunk_shapes[-1]
-        self.max_chunk = budget.rows if max_chunk is None else max_chunk
-        if not 1 <= self.max_chunk <= budget.rows:
+        largest = limits.chunk_shapes[-1]
+        self.max_chunk = largest.rows if max_chunk is None else max_chunk
+        if not 1 <= self.max_chunk <= largest.rows:
             raise ValueError(
-                f"max_chunk {max_chunk} is out of range: it must be from 1 to {budget.rows}, "
+                f"max_chunk {max_chunk} is out of range: it must be from 1 to {largest.rows}, "
                 "the rows of the largest compiled step"
             )
         self.limits = limits
-        self._budget = budget
         # Every running request has a row in every step, also beside a prompt chunk.
-        self._max_running = min(limits.num_slots, budget.rows, budget.sequences, budget.logit_rows)
+        self._max_running = min(limits.num_slots, largest.rows, largest.sequences, largest.logit_rows)
         self._free_slots = list(range(self._max_running - 1, -1, -1))
         self._pool = PagePool(limits.num_pages)
         self._windowed = any(limits.windows)
@@ -106,7 +107,7 @@ class Scheduler:
 
         None with no step in flight means that there is nothing to do at all.
         """
-        step = StepBuilder(self.limits, self._budget, self.max_chunk)
+        step = StepBuilder(self.limits, self._budget(), self.max_chunk)
         if self._plan_running(step):
             self._admit(step)
         for submission in self._heirs_due:
@@ -163,6 +164,19 @@ class Scheduler:
 
     def _max_tokens(self, prompt: list[int], params: SamplingParams) -> int:
         return min(params.max_tokens, self.limits.max_model_len - len(prompt))
+
+    def _budget(self) -> StepShape:
+        """The largest shape that the next step may take.
+
+        A chunk and the running requests' rows together should fill the rung that the chunk alone would
+        need, rather than spill a few rows into the next; unless that left less than half for the chunk.
+        """
+        num_running = len(self._running)
+        for shape in self.limits.chunk_shapes:
+            enough = min(shape.sequences, shape.logit_rows) >= num_running
+            if enough and shape.rows >= max(self.max_chunk, 2 * num_running):
+                return shape
+        return self.limits.chunk_shapes[-1]
 
     # Running requests ------------------------------------------------------------------------------------
 

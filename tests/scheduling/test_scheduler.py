@@ -45,8 +45,22 @@ def test_first_come_first_served_within_the_budget() -> None:
     for name, prompt_len in [("a", 10), ("b", 20), ("c", 3)]:
         submit(scheduler, name, prompt_len)
     shapes = [shape_of(complete(scheduler, scheduler.plan())) for _ in range(4)]
-    assert shapes == [{"a": 10, "b": 6}, {"a": 1, "b": 14, "c": 2}, {"a": 1, "b": 1, "c": 1}, shapes[-1]]
-    assert shapes[-1] == {"a": 1, "b": 1, "c": 1}
+    assert shapes == [
+        {"a": 10, "b": 6},
+        {"a": 1, "b": 14, "c": 1},
+        {"a": 1, "b": 1, "c": 2},
+        {"a": 1, "b": 1, "c": 1},
+    ]
+
+
+def test_a_chunk_is_cut_to_its_rung_unless_that_leaves_less_than_half() -> None:
+    for num_running, rows in [(1, [1, 15]), (8, [1] * 8 + [8]), (9, [1] * 9 + [16])]:
+        scheduler = Scheduler(make_limits(num_slots=12, num_pages=(400,)), max_chunk=16)
+        for number in range(num_running):
+            submit(scheduler, str(number), 1)
+        complete(scheduler, scheduler.plan())
+        submit(scheduler, "long", 40)
+        assert list(shape_of(complete(scheduler, scheduler.plan())).values()) == rows
 
 
 def test_no_more_run_than_have_a_row_beside_a_chunk() -> None:
@@ -167,3 +181,45 @@ def test_aborting_the_waiting_costs_nothing_later() -> None:
         complete(scheduler, scheduler.plan())
     step = complete(scheduler, scheduler.plan())
     assert step.admitted == (waiting[-1],)
+
+
+def test_the_queue_forgets_the_aborted_from_its_end() -> None:
+    scheduler = Scheduler(make_limits(num_slots=1))
+    waiting = [submit(scheduler, str(number), 3).leader for number in range(100)]
+    for request in reversed(waiting[1:]):
+        scheduler.finish(request, RequestState.ABORTED)
+    assert complete(scheduler, scheduler.plan()).admitted == (waiting[0],)
+    assert scheduler.num_waiting == 0
+
+
+def test_a_shared_prompt_is_given_up_when_nothing_else_would_make_room() -> None:
+    scheduler = Scheduler(make_limits(num_slots=2, num_pages=(13,)))
+    early = submit(scheduler, "e", 1, SamplingParams(max_tokens=20, ignore_eos=True))
+    group = submit(scheduler, "g", 21, SamplingParams(n=2, max_tokens=20, ignore_eos=True))
+    while group.leader.state is not RequestState.PREEMPTED:
+        complete(scheduler, scheduler.plan())
+    while early.leader.finish_reason is None:
+        complete(scheduler, scheduler.plan())
+    # The prompt's 5 pages are held for the second sample; the first needs 9 of the 12 to recompute.
+    step = complete(scheduler, scheduler.plan())
+    assert step.admitted[0] is group.leader
+    while scheduler.num_running or scheduler.num_waiting:
+        complete(scheduler, scheduler.plan())
+    assert [request.finish_reason for request in group.requests] == ["length"] * 2
+
+
+def test_a_prompt_preempted_halfway_is_scored_from_where_it_was() -> None:
+    scheduler = Scheduler(make_limits(num_slots=2, num_pages=(10,)), max_chunk=1)
+    early = submit(scheduler, "e", 1, SamplingParams(max_tokens=30, ignore_eos=True))
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    scored = submit(scheduler, "s", 20, params)
+    while scored.leader.state is not RequestState.PREEMPTED:
+        complete(scheduler, scheduler.plan())
+    already = scored.num_scored
+    assert 0 < already < 19
+    rows: list[int] = []
+    while scored.leader.finish_reason is None:
+        step = complete(scheduler, scheduler.plan())
+        rows += [p.start for p in step.parts if p.request is scored.leader and p.num_scored]
+    assert rows == list(range(already, 19))
+    assert early.leader.finish_reason == "length"
