@@ -105,7 +105,7 @@ class Engine:
     @property
     def failure(self) -> BaseException | None:
         """What stopped the engine, if something did."""
-        return self._loop.failure
+        return None if self._failure is None else self._failure.__cause__
 
     def submit(
         self,
