@@ -138,11 +138,8 @@ class StepShape:
     """Sequences (S)."""
     logit_rows: int
     """Rows that get logits and a sample (R)."""
-
-    @property
-    def decode(self) -> bool:
-        """Whether every sequence has exactly one row, which has its own, cheaper program."""
-        return self.rows == self.sequences == self.logit_rows
+    decode: bool = False
+    """Whether every sequence has exactly one row, which has its own, cheaper program."""
 
 
 @dataclass(frozen=True)

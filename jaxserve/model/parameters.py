@@ -15,6 +15,8 @@ from dataclasses import dataclass
 
 from jaxserve.config import LayerKind, ModelConfig
 
+EXPERT_NAMES = ("expert_gate_up", "expert_down")
+
 
 @dataclass(frozen=True)
 class ParameterInfo:

@@ -1,0 +1,197 @@
+"""The step: forward, sampling and the write of the new tokens, as one pure program per shape.
+
+The plan travels as one int32 vector and the result comes back as one int32 array: a transfer each way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve.engine.sampling import Sampled, sample, sampling_rows
+from jaxserve.engine.state import DeviceState
+from jaxserve.model.transformer import Params, Rows, Transformer
+from jaxserve.plan import StepPlan, StepResult, StepShape
+
+
+@flax.struct.dataclass
+class Batch:
+    """A plan on the device. S sequences, R logit rows, G cache groups, X grants of pages in a group."""
+
+    slot_S: jax.Array
+    """int32, num_slots (the padding's own row of the state) where unused."""
+    num_tokens_S: jax.Array
+    """int32, 0 where unused."""
+    logit_row_R: jax.Array
+    """int32 token rows, T where unused."""
+    grants_GX3: jax.Array
+    """int32 (slot, index, page); the padding's slot where unused."""
+
+
+@dataclass(frozen=True)
+class PlanFormat:
+    """How a plan of one shape is laid out in its vector."""
+
+    shape: StepShape
+    num_groups: int
+    num_slots: int
+    page_size: int
+
+    @property
+    def num_grants(self) -> int:
+        """Pages that a step can need in one group: whole ones of its rows, and a begun one a sequence."""
+        return self.shape.rows // self.page_size + self.shape.sequences
+
+    @property
+    def _sizes(self) -> tuple[int, int, int, int]:
+        shape = self.shape
+        return shape.sequences, shape.sequences, shape.logit_rows, self.num_groups * self.num_grants * 3
+
+    def pack(self, plan: StepPlan) -> np.ndarray:
+        """The plan as one vector. Raises ValueError if it does not fit the shape."""
+        slots, counts, logit_rows, grants = self._empty()
+        row = num_logit_rows = 0
+        for i, sequence in enumerate(plan.sequences):
+            slots[i], counts[i] = sequence.slot, sequence.num_tokens
+            row += sequence.num_tokens
+            wanted = sequence.num_logit_rows
+            logit_rows[num_logit_rows : num_logit_rows + wanted] = np.arange(row - wanted, row)
+            num_logit_rows += wanted
+        if row > self.shape.rows or num_logit_rows > self.shape.logit_rows:
+            raise ValueError(f"a plan of {row} rows and {num_logit_rows} logit rows for {self.shape}")
+        filled = [0] * self.num_groups
+        for grant in plan.grants:
+            if filled[grant.group] == self.num_grants:
+                raise ValueError(f"over {self.num_grants} page grants in one group for {self.shape}")
+            grants[grant.group, filled[grant.group]] = grant.slot, grant.index, grant.page
+            filled[grant.group] += 1
+        return np.concatenate([slots, counts, logit_rows, grants.reshape(-1)])
+
+    def unpack(self, vector: jax.Array) -> Batch:
+        """The vector as a batch, inside the step."""
+        ends = np.cumsum(self._sizes)
+        slots, counts, logit_rows, grants = (
+            vector[end - size : end] for end, size in zip(ends, self._sizes, strict=True)
+        )
+        return Batch(slots, counts, logit_rows, grants.reshape(self.num_groups, self.num_grants, 3))
+
+    def _empty(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        shape = self.shape
+        grants = np.zeros((self.num_groups, self.num_grants, 3), np.int32)
+        grants[:, :, 0] = self.num_slots
+        return (
+            np.full(shape.sequences, self.num_slots, np.int32),
+            np.zeros(shape.sequences, np.int32),
+            np.full(shape.logit_rows, shape.rows, np.int32),
+            grants,
+        )
+
+
+def run_step(
+    transformer: Transformer, form: PlanFormat, params: Params, state: DeviceState, vector: jax.Array
+) -> tuple[DeviceState, jax.Array]:
+    """One engine step. The first two arguments are static; the state is donated.
+
+    Returns the next state, and int32 `[R, 3 + 2 A]` to be read by `unpack_result`.
+    """
+    batch = form.unpack(vector)
+    state = _grant_pages(state, batch)
+    row_sequence_T, rows = _ragged_rows(state, batch, form)
+    token_T = state.tokens[batch.slot_S[row_sequence_T], rows.position_T]
+    single = form.shape.decode
+    hidden_TD, cache = transformer.forward(params, state.cache, token_T, rows, single=single)
+
+    # Padding takes row 0 of the logits' input but the padding's own slot, so that it writes to no one.
+    real_R = batch.logit_row_R < form.shape.rows
+    row_R = jnp.where(real_R, batch.logit_row_R, 0)
+    slot_R = jnp.where(real_R, batch.slot_S[row_sequence_T[row_R]], form.num_slots)
+    next_position_R = jnp.where(real_R, rows.position_T[row_R] + 1, 0)
+    is_last_R = real_R & (next_position_R == state.num_known[slot_R])
+    next_known_R = jnp.where(is_last_R, -1, state.tokens[slot_R, next_position_R])
+    sampled = sample(
+        transformer.logits(params, hidden_TD[row_R]),
+        sampling_rows(state, slot_R, next_position_R),
+        state,
+        next_known_R,
+        max_logprobs=transformer.config.max_logprobs,
+        logprobs_mode=transformer.config.logprobs_mode,
+    )
+    state = _append_tokens(state, slot_R, next_position_R, is_last_R, sampled.token, form.num_slots)
+    num_computed = state.num_computed.at[batch.slot_S].add(batch.num_tokens_S)
+    return state.replace(cache=cache, num_computed=num_computed), _pack_result(sampled)
+
+
+def unpack_result(packed: np.ndarray, num_logit_rows: int) -> StepResult:
+    """The host's view of a packed result, the padding dropped."""
+    packed = packed[:num_logit_rows]
+    num_alternatives = (packed.shape[1] - 3) // 2
+    return StepResult(
+        tokens=packed[:, 0],
+        logprobs=packed[:, 1].view(np.float32),
+        ranks=packed[:, 2],
+        top_tokens=packed[:, 3 : 3 + num_alternatives],
+        top_logprobs=packed[:, 3 + num_alternatives :].view(np.float32),
+    )
+
+
+def _grant_pages(state: DeviceState, batch: Batch) -> DeviceState:
+    """Enter the step's new pages in the page tables."""
+    slot_GX, index_GX, page_GX = (batch.grants_GX3[..., i] for i in range(3))
+    group_G1 = jnp.arange(slot_GX.shape[0], dtype=jnp.int32)[:, None]
+    page_table = state.page_table.at[group_G1, slot_GX, index_GX].set(page_GX, mode="promise_in_bounds")
+    return state.replace(page_table=page_table)
+
+
+def _ragged_rows(state: DeviceState, batch: Batch, form: PlanFormat) -> tuple[jax.Array, Rows]:
+    """Which sequence each row belongs to, and the rows as the layers need them."""
+    row_T = jnp.arange(form.shape.rows, dtype=jnp.int32)
+    end_S = jnp.cumsum(batch.num_tokens_S)
+    start_S = end_S - batch.num_tokens_S
+    valid_T = row_T < end_S[-1]
+    sequence_T = row_T if form.shape.decode else jnp.sum(row_T[:, None] >= end_S[None], -1, dtype=jnp.int32)
+    sequence_T = jnp.minimum(sequence_T, form.shape.sequences - 1)
+    computed_S = state.num_computed[batch.slot_S]
+    position_T = jnp.where(valid_T, computed_S[sequence_T] + row_T - start_S[sequence_T], 0)
+    page_table = tuple(table[batch.slot_S] for table in state.page_table)
+    page_TG = tuple(
+        jnp.where(valid_T, table[sequence_T, position_T // form.page_size], 0) for table in page_table
+    )
+    return sequence_T, Rows(
+        position_T=position_T,
+        valid_T=valid_T,
+        page_TG=page_TG,
+        page_table=page_table,
+        query_start_S1=jnp.concatenate([jnp.zeros((1,), jnp.int32), end_S]),
+        context_len_S=jnp.where(batch.num_tokens_S > 0, computed_S + batch.num_tokens_S, 0),
+    )
+
+
+def _append_tokens(
+    state: DeviceState,
+    slot_R: jax.Array,
+    position_R: jax.Array,
+    is_last_R: jax.Array,
+    token_R: jax.Array,
+    padding_slot: int,
+) -> DeviceState:
+    """Add newly sampled tokens to their slots' known text and counts."""
+    slot_R = jnp.where(is_last_R, slot_R, padding_slot)
+    return state.replace(
+        tokens=state.tokens.at[slot_R, jnp.where(is_last_R, position_R, 0)].set(token_R),
+        num_known=state.num_known.at[slot_R].add(is_last_R.astype(jnp.int32)),
+        counts=state.counts.at[slot_R, token_R].add(is_last_R.astype(jnp.int32)),
+    )
+
+
+def _pack_result(sampled: Sampled) -> jax.Array:
+    """One int32 array `[R, 3 + 2 A]`; floats by their bits."""
+
+    def bits(x: jax.Array) -> jax.Array:
+        return jax.lax.bitcast_convert_type(x, jnp.int32)
+
+    head = jnp.stack([sampled.token, bits(sampled.logprob), sampled.rank], axis=-1)
+    return jnp.concatenate([head, sampled.top_tokens, bits(sampled.top_logprobs)], axis=-1)

@@ -1,0 +1,79 @@
+"""The KV state: a tuple of groups, one for each window size of the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from jaxserve.config import EngineConfig, ModelConfig
+from pallas_kernels.page_layout import PageLayout
+
+
+@flax.struct.dataclass
+class CacheGroup:
+    """The pages of all layers that share a window."""
+
+    pool: jax.Array
+    """[num_layers * num_pages, rows, 128] in the group's PageLayout."""
+    scales: jax.Array | None
+    """[num_layers * num_pages, 2 * K, page_size] float32 for an int8 pool, else None."""
+
+
+Cache = tuple[CacheGroup, ...]
+
+
+@dataclass(frozen=True)
+class LayerPlace:
+    """Where a layer of the model finds its pages."""
+
+    group: int
+    index: int
+    """The layer's number within its group; its first page is index * num_pages."""
+
+
+def layer_places(model: ModelConfig) -> tuple[LayerPlace, ...]:
+    """The group of each layer, and its number there."""
+    windows = model.windows
+    seen = [0] * len(windows)
+    places: list[LayerPlace] = []
+    for kind in model.layers:
+        group = windows.index(kind.window)
+        places.append(LayerPlace(group, seen[group]))
+        seen[group] += 1
+    return tuple(places)
+
+
+def page_layouts(config: EngineConfig, platform: str) -> tuple[PageLayout, ...]:
+    """The layout of each group's pool on a platform."""
+    kv_format = config.cache.kv_format
+    # XLA on CPU widens a whole bfloat16 pool to float32 to scatter into it; as integers it is in place.
+    storage = "uint16" if kv_format == "bfloat16" and platform == "cpu" else kv_format
+    return tuple(
+        PageLayout(
+            page_size=config.cache.page_size,
+            num_kv_heads=config.model.num_kv_heads,
+            head_size=config.model.head_size,
+            num_pages=num_pages,
+            kv_format=kv_format,
+            storage=storage,
+        )
+        for num_pages in config.cache.num_pages
+    )
+
+
+def make_cache(config: EngineConfig, layouts: tuple[PageLayout, ...]) -> Cache:
+    """Zeroed pools for every group."""
+    places = layer_places(config.model)
+    groups: list[CacheGroup] = []
+    for number, layout in enumerate(layouts):
+        num_layers = sum(place.group == number for place in places)
+        scales = jnp.zeros(layout.scales_shape(num_layers), jnp.float32) if layout.quantised else None
+        groups.append(
+            CacheGroup(
+                pool=jnp.zeros(layout.pool_shape(num_layers), jnp.dtype(layout.storage)), scales=scales
+            )
+        )
+    return tuple(groups)

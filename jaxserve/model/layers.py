@@ -1,0 +1,81 @@
+"""The small pieces of a layer. Axes: T rows, D hidden, F feed-forward width, H query heads, h head size."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve.config import Activation, LayerKind
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """Root-mean-square norm over the last axis, computed in float32 (Zhang and Sennrich 2019)."""
+    wide = x.astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
+    return (wide * scale * weight).astype(x.dtype)
+
+
+def linear(x_TD: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+    """`[T, out]`: x times a weight whose input axes (the last ones) have x's size together."""
+    weight_ND = weight.reshape(-1, x_TD.shape[-1])
+    out_TN = jax.lax.dot_general(
+        x_TD,
+        weight_ND,
+        (((1,), (1,)), ((), ())),
+        # float32 means float32: TPUs multiply in bfloat16 unless told.
+        precision=jax.lax.Precision.HIGHEST if x_TD.dtype == jnp.float32 else None,
+        preferred_element_type=jnp.float32,
+    )
+    if bias is not None:
+        out_TN = out_TN + bias.reshape(-1)
+    return out_TN.astype(x_TD.dtype)
+
+
+def swiglu(gate_up_T2F: jax.Array, activation: Activation) -> jax.Array:
+    """`[T, F]`: the gated activation of `[T, 2, F]`."""
+    gate, up = gate_up_T2F[:, 0].astype(jnp.float32), gate_up_T2F[:, 1].astype(jnp.float32)
+    act = jax.nn.silu(gate) if activation == "silu" else jax.nn.gelu(gate, approximate=True)
+    return (act * up).astype(gate_up_T2F.dtype)
+
+
+def rope_tables(kind: LayerKind, head_size: int, position_T: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Cosines and sines `[T, 1, h / 2]` in float32, the layer kind's frequency scaling applied."""
+    frequency, factor = _frequencies(kind, head_size)
+    angle_Th = position_T.astype(jnp.float32)[:, None] * jnp.asarray(frequency)[None]
+    return jnp.cos(angle_Th)[:, None] * factor, jnp.sin(angle_Th)[:, None] * factor
+
+
+def apply_rope(x_THh: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotate pairs (i, i + h/2) of each head (Su et al. 2021, in the half-split order)."""
+    first, second = jnp.split(x_THh.astype(jnp.float32), 2, axis=-1)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x_THh.dtype)
+
+
+def _frequencies(kind: LayerKind, head_size: int) -> tuple[np.ndarray, float]:
+    """Angle per position of each pair as float32 `[h / 2]`, and a factor on the rotated vectors."""
+    exponent = np.arange(0, head_size, 2, dtype=np.float32) / np.float32(head_size)
+    frequency = np.float32(1.0) / np.float32(kind.rope_theta) ** exponent
+    scaling = kind.rope_scaling
+    if scaling is None:
+        return frequency, 1.0
+    if scaling.kind == "linear":
+        return frequency / np.float32(scaling.factor), 1.0
+    if scaling.kind == "llama3":
+        turns = scaling.original_max_position * frequency / (2 * math.pi)
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
+        return (frequency * (keep + (1 - keep) / scaling.factor)).astype(np.float32), 1.0
+
+    def pair_with_turns(turns: float) -> float:
+        span = math.log(scaling.original_max_position / (turns * 2 * math.pi))
+        return head_size * span / (2 * math.log(kind.rope_theta))
+
+    low = max(math.floor(pair_with_turns(scaling.beta_fast)), 0)
+    high = min(math.ceil(pair_with_turns(scaling.beta_slow)), head_size - 1)
+    ramp = np.clip((np.arange(head_size // 2) - low) / max(high - low, 1e-3), 0.0, 1.0)
+    blended = frequency * (1 - ramp) + frequency / scaling.factor * ramp
+    return blended.astype(np.float32), scaling.attention_factor

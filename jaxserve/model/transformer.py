@@ -1,0 +1,275 @@
+"""One decoder-only transformer, driven by its config: every family, every batch.
+
+Layers are segments, a repeating pattern and a count, run as a loop over the repetitions with the caches in
+its carry (scanned over, the pool would be copied). Where a layer's matrices come from is the backend's
+choice, see `LayerLoop`.
+
+Axes: T token rows, S sequences, D hidden, K kv heads, G queries of a kv head, h head size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from jaxserve.config import EngineConfig, LayerKind, ModelConfig, Segment
+from jaxserve.model.cache import Cache, LayerPlace, layer_places
+from jaxserve.model.experts import expert_mlp
+from jaxserve.model.layers import apply_rope, linear, rms_norm, rope_tables, swiglu
+from jaxserve.model.parameters import EXPERT_NAMES
+from pallas_kernels.kv_write import kv_write
+from pallas_kernels.page_layout import PageLayout
+from pallas_kernels.ragged_paged_attention import AttentionParams, ragged_paged_attention
+
+LayerLoop = Literal["stacked", "switched", "unrolled"]
+"""How the loop over layers finds a layer's matrices.
+
+- stacked (TPU): one array for all repetitions, indexed inside the product; a dot fuses the slice there.
+- switched (CPU): an array for each layer, and a branch for each around every product. A slice of a stack is
+  copied on CPU, and unrolling compiles the rest of the layer 30 times over; a branch does neither.
+- unrolled (GPU): an array for each layer, and the loop written out.
+
+Norms, biases and routers are small and always stacked. So are experts: their kernel takes the whole stack
+and an offset.
+"""
+
+Params = Mapping[str, Any]
+"""`embed`, `final_norm`, `head` unless tied, and `segments`: for each segment and each position in its
+pattern the layer's parameters by name, an array `[count, ...]` or a tuple of `count` arrays."""
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """The parameters of one layer: those of its position in the pattern, and which repetition it is."""
+
+    parameters: Mapping[str, Any]
+    repetition: jax.Array | int
+
+    def small(self, name: str) -> jax.Array:
+        """A norm, a bias or a router."""
+        return self.parameters[name][self.repetition]
+
+    def linear(self, name: str, x_TD: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+        """`[T, out]`: x times one of the layer's matrices."""
+        weight = self.parameters[name]
+        if not isinstance(weight, tuple):
+            return linear(x_TD, weight[self.repetition], bias)
+        if isinstance(self.repetition, int):
+            return linear(x_TD, weight[self.repetition], bias)
+        branches = [_multiply_by(matrix) for matrix in weight]
+        out_TN = jax.lax.switch(self.repetition, branches, x_TD)
+        return out_TN if bias is None else out_TN + bias.reshape(-1).astype(out_TN.dtype)
+
+    def experts(self, name: str) -> jax.Array:
+        """The stack `[count * E, ...]` of all repetitions' experts."""
+        stack = self.parameters[name]
+        return stack.reshape(-1, *stack.shape[2:])
+
+
+def _multiply_by(matrix: jax.Array) -> Callable[[jax.Array], jax.Array]:
+    return lambda x_TD: linear(x_TD, matrix)
+
+
+@flax.struct.dataclass
+class Rows:
+    """The ragged batch as the layers need it, derived once a step."""
+
+    position_T: jax.Array
+    """int32 position of each row in its sequence."""
+    valid_T: jax.Array
+    """bool, False for padding."""
+    page_TG: tuple[jax.Array, ...]
+    """For each cache group, int32 `[T]`: the page of the row's token (0, the sink, if padding)."""
+    page_table: tuple[jax.Array, ...]
+    """For each cache group, int32 `[S, P]`."""
+    query_start_S1: jax.Array
+    """int32 `[S + 1]` first row of each sequence."""
+    context_len_S: jax.Array
+    """int32 tokens of each sequence once this step is done; 0 if padding."""
+
+
+@dataclass(frozen=True)
+class Transformer:
+    """The static half of a model on one platform; `forward` is pure."""
+
+    config: EngineConfig
+    layouts: tuple[PageLayout, ...]
+    layer_loop: LayerLoop
+
+    @property
+    def model(self) -> ModelConfig:
+        return self.config.model
+
+    def forward(
+        self, params: Params, cache: Cache, token_T: jax.Array, rows: Rows, *, single: bool
+    ) -> tuple[jax.Array, Cache]:
+        """Hidden states `[T, D]` before the final norm, and the caches with this step's tokens written.
+
+        single: every sequence has exactly one row.
+        """
+        model = self.model
+        x_TD = jnp.take(params["embed"], token_T, axis=0, mode="clip")
+        if model.embed_scale != 1.0:
+            x_TD = x_TD * jnp.asarray(model.embed_scale, x_TD.dtype)
+        ropes = {
+            kind: rope_tables(kind, model.head_size, rows.position_T)
+            for kind in dict.fromkeys(_rope_kind(kind) for kind in model.layers)
+        }
+        places = layer_places(model)
+        carry = x_TD, cache
+        for segment, weights in zip(model.segments, params["segments"], strict=True):
+            first = places[segment.first : segment.first + len(segment.pattern)]
+            carry = self._run_segment(segment, weights, first, carry, rows, ropes, single)
+        return carry
+
+    def logits(self, params: Params, x_RD: jax.Array) -> jax.Array:
+        """Float32 `[R, V]` of some rows' hidden states."""
+        model = self.model
+        normed_RD = rms_norm(x_RD, params["final_norm"], model.norm_eps)
+        table_VD = params["embed"] if model.tie_embeddings else params["head"]
+        logits_RV = jax.lax.dot_general(
+            normed_RD,
+            table_VD,
+            (((1,), (1,)), ((), ())),
+            precision=jax.lax.Precision.HIGHEST if normed_RD.dtype == jnp.float32 else None,
+            preferred_element_type=jnp.float32,
+        )
+        if model.logit_softcap:
+            logits_RV = model.logit_softcap * jnp.tanh(logits_RV / model.logit_softcap)
+        return logits_RV
+
+    def _run_segment(
+        self,
+        segment: Segment,
+        weights: tuple[Mapping[str, Any], ...],
+        places: tuple[LayerPlace, ...],
+        carry: tuple[jax.Array, Cache],
+        rows: Rows,
+        ropes: dict[LayerKind, Any],
+        single: bool,
+    ) -> tuple[jax.Array, Cache]:
+        """All repetitions of a pattern; `places` are those of its first one."""
+        # A group's layers are numbered through, so each repetition moves on by as many as the pattern has.
+        strides = [sum(other.group == place.group for other in places) for place in places]
+
+        def repetition(number: jax.Array | int, carry: tuple[jax.Array, Cache]) -> tuple[jax.Array, Cache]:
+            x_TD, cache = carry
+            for i, kind in enumerate(segment.pattern):
+                layer = LayerWeights(weights[i], number)
+                index = jnp.asarray(places[i].index + number * strides[i], jnp.int32)
+                x_TD, cache = self._layer(
+                    kind, layer, places[i].group, index, x_TD, cache, rows, ropes, single
+                )
+            return x_TD, cache
+
+        if self.layer_loop == "unrolled" or segment.count == 1:
+            for number in range(segment.count):
+                carry = repetition(number, carry)
+            return carry
+        return jax.lax.fori_loop(0, segment.count, repetition, carry)
+
+    def _layer(
+        self,
+        kind: LayerKind,
+        layer: LayerWeights,
+        group: int,
+        index: jax.Array,
+        x_TD: jax.Array,
+        cache: Cache,
+        rows: Rows,
+        ropes: dict[LayerKind, Any],
+        single: bool,
+    ) -> tuple[jax.Array, Cache]:
+        """Attention and feed-forward, each with its norms and residual sum."""
+        model = self.model
+        normed_TD = rms_norm(x_TD, layer.small("attn_norm"), model.norm_eps)
+        rope = ropes[_rope_kind(kind)]
+        mixed_TD, cache = self._attention(kind, layer, group, index, normed_TD, cache, rows, rope, single)
+        if model.post_norms:
+            mixed_TD = rms_norm(mixed_TD, layer.small("post_attn_norm"), model.norm_eps)
+        x_TD = x_TD + mixed_TD
+        normed_TD = rms_norm(x_TD, layer.small("mlp_norm"), model.norm_eps)
+        if kind.experts:
+            gate_up, down = (layer.experts(name) for name in EXPERT_NAMES)
+            out_TD = expert_mlp(
+                normed_TD,
+                rows.valid_T,
+                layer.small("router"),
+                gate_up,
+                down,
+                layer.repetition * model.num_experts,
+                model,
+                tile_rows=16 if self.config.deterministic else min(16, x_TD.shape[0]),
+            )
+        else:
+            gate_up_T2F = layer.linear("gate_up", normed_TD).reshape(x_TD.shape[0], 2, -1)
+            out_TD = layer.linear("down", swiglu(gate_up_T2F, model.activation))
+        if model.post_norms:
+            out_TD = rms_norm(out_TD, layer.small("post_mlp_norm"), model.norm_eps)
+        return x_TD + out_TD, cache
+
+    def _attention(
+        self,
+        kind: LayerKind,
+        layer: LayerWeights,
+        group: int,
+        index: jax.Array,
+        x_TD: jax.Array,
+        cache: Cache,
+        rows: Rows,
+        rope: tuple[jax.Array, jax.Array],
+        single: bool,
+    ) -> tuple[jax.Array, Cache]:
+        """Project, rotate, write the new keys and values to their pages, attend, project back."""
+        model, layout = self.model, self.layouts[group]
+        num_rows = x_TD.shape[0]
+        bias = layer.small("qkv_bias") if model.qkv_bias else None
+        qkv = layer.linear("qkv", x_TD, bias)
+        qkv = qkv.reshape(num_rows, model.num_kv_heads, model.queries_per_kv + 2, model.head_size)
+        q_THh = qkv[:, :, :-2].reshape(num_rows, model.num_heads, model.head_size)
+        k_TKh, v_TKh = qkv[:, :, -2], qkv[:, :, -1]
+        if model.qk_norm:
+            q_THh = rms_norm(q_THh, layer.small("q_norm"), model.norm_eps)
+            k_TKh = rms_norm(k_TKh, layer.small("k_norm"), model.norm_eps)
+        q_THh, k_TKh = apply_rope(q_THh, *rope), apply_rope(k_TKh, *rope)
+        first_page = index * layout.num_pages
+        pages, scales = kv_write(
+            cache[group].pool,
+            cache[group].scales,
+            k_TKh,
+            v_TKh,
+            rows.page_TG[group] + first_page,
+            rows.position_T % layout.page_size,
+            layout=layout,
+        )
+        mixed_THh = ragged_paged_attention(
+            q_THh,
+            pages,
+            scales,
+            rows.page_table[group],
+            rows.query_start_S1,
+            rows.context_len_S,
+            first_page,
+            layout=layout,
+            params=AttentionParams(
+                scale=model.attention_scale,
+                window=kind.window,
+                softcap=model.attn_softcap,
+                context_block=self.config.context_block,
+                exact_order=self.config.deterministic,
+            ),
+            single=single,
+        )
+        updated = cache[group].replace(pool=pages, scales=scales)
+        cache = (*cache[:group], updated, *cache[group + 1 :])
+        return layer.linear("o", mixed_THh.reshape(num_rows, -1)), cache
+
+
+def _rope_kind(kind: LayerKind) -> LayerKind:
+    """The part of a layer kind that its rotary tables depend on."""
+    return LayerKind(rope_theta=kind.rope_theta, rope_scaling=kind.rope_scaling)

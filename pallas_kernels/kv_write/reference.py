@@ -1,0 +1,44 @@
+"""What the KV write means, in jnp: one scatter of 128-lane rows, which XLA does in place."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.page_layout import INT8_MAX, LANES, PageLayout
+
+
+def kv_write_reference(
+    pool: jax.Array,
+    scales: jax.Array | None,
+    k_TKh: jax.Array,
+    v_TKh: jax.Array,
+    page_T: jax.Array,
+    offset_T: jax.Array,
+    *,
+    layout: PageLayout,
+) -> tuple[jax.Array, jax.Array | None]:
+    """See `kv_write`."""
+    if scales is not None:
+        k_TKh, k_scale_TK = _quantise(k_TKh)
+        v_TKh, v_scale_TK = _quantise(v_TKh)
+        scale_TK2 = jnp.stack([k_scale_TK, v_scale_TK], axis=-1)
+        kind = jnp.arange(2 * layout.num_kv_heads, dtype=jnp.int32)
+        scales = scales.at[page_T[:, None], kind[None], offset_T[:, None]].set(
+            scale_TK2.reshape(-1, 2 * layout.num_kv_heads), mode="promise_in_bounds"
+        )
+    plane_TKE = layout.join(k_TKh, v_TKh)
+    plane = jnp.arange(layout.num_kv_heads * layout.planes, dtype=jnp.int32)
+    row_TKE = (page_T[:, None] * layout.rows + offset_T[:, None]) + plane[None] * layout.page_size
+    flat = pool.reshape(-1, LANES)
+    flat = flat.at[row_TKE.reshape(-1)].set(
+        layout.to_storage(plane_TKE.reshape(-1, LANES)), mode="promise_in_bounds"
+    )
+    return flat.reshape(pool.shape), scales
+
+
+def _quantise(x_TKh: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Symmetric int8 with one scale for each token and head."""
+    x_TKh = x_TKh.astype(jnp.float32)
+    scale_TK = jnp.maximum(jnp.max(jnp.abs(x_TKh), axis=-1), 1e-8) / INT8_MAX
+    return jnp.round(x_TKh / scale_TK[..., None]).astype(jnp.int8), scale_TK

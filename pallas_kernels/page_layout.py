@@ -1,0 +1,95 @@
+"""How keys and values lie on a page: shared by every operation that touches the KV pool.
+
+A pool is one flat array `[num_layers * num_pages, rows, 128]`; layer `l` of a group is reached by adding
+`l * num_pages` to a page id. A page is head-major: for each KV head come its *planes*, each `[page_size,
+128]`, so that a head's keys on a page are one contiguous tile.
+
+- Head size up to 64: one plane, the key in lanes 0..63 and the value in lanes 64..127 of a token's row.
+- Larger: the key's planes (`ceil(head_size / 128)`), then the value's.
+
+Lanes past the head size are zero. An int8 pool has a sibling array of scales
+`[num_layers * num_pages, 2 * num_kv_heads, page_size]` (a head's key scales, then its value scales), with
+the page's tokens in the lanes: other shapes cost a relayout copy of the pool on TPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+LANES = 128
+INT8_MAX = 127.0
+
+
+@dataclass(frozen=True)
+class PageLayout:
+    """The static half of a cache group."""
+
+    page_size: int
+    """Tokens on a page."""
+    num_kv_heads: int
+    head_size: int
+    num_pages: int
+    """Pages of each layer."""
+    kv_format: str
+    """float32, bfloat16 or int8: what a stored number means."""
+    storage: str
+    """The array's type; may be an unsigned integer of the same width where scatters of floats are slow."""
+
+    @property
+    def lanes_per_part(self) -> int:
+        """Lanes that a key (or a value) takes."""
+        return 64 if self.head_size <= 64 else -(-self.head_size // LANES) * LANES
+
+    @property
+    def planes(self) -> int:
+        return 2 * self.lanes_per_part // LANES
+
+    @property
+    def rows(self) -> int:
+        """Rows of 128 lanes on a page."""
+        return self.num_kv_heads * self.planes * self.page_size
+
+    @property
+    def quantised(self) -> bool:
+        return self.kv_format == "int8"
+
+    def pool_shape(self, num_layers: int) -> tuple[int, int, int]:
+        return (num_layers * self.num_pages, self.rows, LANES)
+
+    def scales_shape(self, num_layers: int) -> tuple[int, int, int]:
+        return (num_layers * self.num_pages, 2 * self.num_kv_heads, self.page_size)
+
+    def to_storage(self, values: jax.Array) -> jax.Array:
+        """Numbers in the format, as what the pool's array holds."""
+        values = values.astype(jnp.dtype(self.kv_format))
+        return (
+            values
+            if self.storage == self.kv_format
+            else jax.lax.bitcast_convert_type(values, jnp.dtype(self.storage))
+        )
+
+    def from_storage(self, stored: jax.Array) -> jax.Array:
+        return (
+            stored
+            if self.storage == self.kv_format
+            else jax.lax.bitcast_convert_type(stored, jnp.dtype(self.kv_format))
+        )
+
+    def join(self, k_TKh: jax.Array, v_TKh: jax.Array) -> jax.Array:
+        """Keys and values `[T, K, h]` as rows of planes `[T, K, planes, 128]`."""
+        padding = ((0, 0), (0, 0), (0, self.lanes_per_part - self.head_size))
+        joined = jnp.concatenate([jnp.pad(k_TKh, padding), jnp.pad(v_TKh, padding)], axis=-1)
+        return joined.reshape(*k_TKh.shape[:2], self.planes, LANES)
+
+    def split(self, planes: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Planes `[..., planes, t, 128]` as keys and values `[..., t, h]`."""
+        if self.planes == 1:
+            rows = planes[..., 0, :, :]
+            return rows[..., : self.head_size], rows[..., 64 : 64 + self.head_size]
+        wide = jnp.moveaxis(planes, -3, -2)
+        wide = wide.reshape(*wide.shape[:-2], self.planes * LANES)
+        half = self.lanes_per_part
+        return wide[..., : self.head_size], wide[..., half : half + self.head_size]

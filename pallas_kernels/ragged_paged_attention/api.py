@@ -1,0 +1,67 @@
+"""The operation's one entry: checks shapes at trace time, then picks an implementation."""
+
+from __future__ import annotations
+
+import jax
+
+from pallas_kernels.page_layout import PageLayout
+from pallas_kernels.ragged_paged_attention.params import AttentionParams
+from pallas_kernels.ragged_paged_attention.reference import attend_ragged, attend_single
+
+
+def ragged_paged_attention(
+    q_THh: jax.Array,
+    pool: jax.Array,
+    scales: jax.Array | None,
+    page_table_SP: jax.Array,
+    query_start_S1: jax.Array,
+    context_len_S: jax.Array,
+    first_page: jax.Array | int,
+    *,
+    layout: PageLayout,
+    params: AttentionParams,
+    single: bool,
+) -> jax.Array:
+    """Causal attention of each row over its own sequence's pages, this step's tokens included.
+
+    Args:
+        q_THh: queries, rotary already applied; the rows of a sequence are contiguous.
+        pool: `[num_layers * num_pages, rows, 128]` in `layout`.
+        scales: float32 `[num_layers * num_pages, 2 * K, page_size]` for an int8 pool, else None.
+        page_table_SP: int32 page ids of each sequence within a layer; P * page_size is a multiple of
+            `params.context_block`.
+        query_start_S1: int32 `[S + 1]`, the first row of each sequence; rows past the last are padding.
+        context_len_S: int32 tokens of each sequence after this step; its rows are the last of them.
+        first_page: the layer's offset in the pool.
+        single: every sequence has exactly one row (T == S).
+
+    Returns `[T, H, h]` in q's type; padded rows hold finite numbers without meaning.
+    Raises ValueError at trace time on shapes that disagree.
+    """
+    num_rows, num_heads, head_size = q_THh.shape
+    num_sequences, num_pages = page_table_SP.shape
+    if head_size != layout.head_size or num_heads % layout.num_kv_heads:
+        raise ValueError(f"queries {q_THh.shape} over {layout.num_kv_heads} heads of {layout.head_size}")
+    if single and num_rows != num_sequences:
+        raise ValueError(f"{num_rows} rows for {num_sequences} sequences of one row")
+    if query_start_S1.shape != (num_sequences + 1,) or context_len_S.shape != (num_sequences,):
+        raise ValueError(f"query_start {query_start_S1.shape}, context_len {context_len_S.shape}")
+    if params.context_block % layout.page_size or num_pages * layout.page_size % params.context_block:
+        raise ValueError(
+            f"context_block {params.context_block} over {num_pages} pages of {layout.page_size} tokens"
+        )
+    if single:
+        return attend_single(
+            q_THh, pool, scales, page_table_SP, context_len_S, first_page, layout=layout, params=params
+        )
+    return attend_ragged(
+        q_THh,
+        pool,
+        scales,
+        page_table_SP,
+        query_start_S1,
+        context_len_S,
+        first_page,
+        layout=layout,
+        params=params,
+    )

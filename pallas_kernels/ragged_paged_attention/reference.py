@@ -1,0 +1,193 @@
+"""What ragged paged attention means, in jnp; also the CPU implementation.
+
+Both forms reduce a row's context in blocks of fixed size with the online softmax of FlashAttention (Dao et
+al. 2022, section 3.1). A block that is wholly masked changes nothing, to the last bit, so it does not matter
+to a row how long its neighbours are or how its prompt was cut.
+
+Axes: N tiles, B query rows of a tile, K kv heads, G queries of a kv head, R = B * G, h head size, t positions
+of a block, p pages of a block, E planes of a kv head.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.page_layout import LANES, PageLayout
+from pallas_kernels.ragged_paged_attention.params import AttentionParams
+
+MASKED = -1e30
+
+Carry = tuple[jax.Array, jax.Array, jax.Array]
+"""Unnormalised output `[N, K, R, h]`, highest score and sum of weights `[N, K, R]` so far."""
+
+
+def attend_single(
+    q_THh: jax.Array,
+    pool: jax.Array,
+    scales: jax.Array | None,
+    page_table_SP: jax.Array,
+    context_len_S: jax.Array,
+    first_page: jax.Array | int,
+    *,
+    layout: PageLayout,
+    params: AttentionParams,
+) -> jax.Array:
+    """One row a sequence: all sequences advance through their context blocks together."""
+    out = _attend_tiles(
+        _as_tiles(q_THh, layout, 1),
+        pool,
+        scales,
+        page_table_SP,
+        context_len_S - 1,
+        context_len_S,
+        first_page,
+        layout=layout,
+        params=params,
+    )
+    return out.reshape(q_THh.shape)
+
+
+def attend_ragged(
+    q_THh: jax.Array,
+    pool: jax.Array,
+    scales: jax.Array | None,
+    page_table_SP: jax.Array,
+    query_start_S1: jax.Array,
+    context_len_S: jax.Array,
+    first_page: jax.Array | int,
+    *,
+    layout: PageLayout,
+    params: AttentionParams,
+) -> jax.Array:
+    """Any number of rows a sequence: a loop over tiles of consecutive rows of one sequence.
+
+    A tile may run past its sequence's last row; what it writes there is overwritten by the next tile,
+    since tiles go in the order of rows.
+    """
+    num_rows, tile_rows = q_THh.shape[0], params.query_tile
+    num_rows_S = jnp.diff(query_start_S1)
+    tiles_end_S = jnp.cumsum(-(-num_rows_S // tile_rows))
+    first_position_S = context_len_S - num_rows_S
+    padded_q = jnp.pad(q_THh, ((0, tile_rows), (0, 0), (0, 0)))
+
+    def attend_tile(tile: jax.Array, out: jax.Array) -> jax.Array:
+        sequence = jnp.sum(tiles_end_S <= tile, dtype=jnp.int32)
+        tiles_before = jnp.where(sequence > 0, tiles_end_S[sequence - 1], 0)
+        skipped = (tile - tiles_before) * tile_rows
+        row = query_start_S1[sequence] + skipped
+        q = lax.dynamic_slice_in_dim(padded_q, row, tile_rows)
+        attended = _attend_tiles(
+            _as_tiles(q, layout, tile_rows),
+            pool,
+            scales,
+            lax.dynamic_slice_in_dim(page_table_SP, sequence, 1),
+            (first_position_S[sequence] + skipped)[None],
+            context_len_S[sequence][None],
+            first_page,
+            layout=layout,
+            params=params,
+        )
+        return lax.dynamic_update_slice_in_dim(out, attended.reshape(q.shape), row, 0)
+
+    out = lax.fori_loop(0, tiles_end_S[-1], attend_tile, jnp.zeros_like(padded_q))
+    return out[:num_rows]
+
+
+def _as_tiles(q_THh: jax.Array, layout: PageLayout, num_rows: int) -> jax.Array:
+    """`[T, H, h]` as `[N, B, K, G, h]`."""
+    num_groups = q_THh.shape[1] // layout.num_kv_heads
+    return q_THh.reshape(-1, num_rows, layout.num_kv_heads, num_groups, layout.head_size)
+
+
+def _attend_tiles(
+    q_NBKGh: jax.Array,
+    pool: jax.Array,
+    scales: jax.Array | None,
+    page_table_NP: jax.Array,
+    first_position_N: jax.Array,
+    context_len_N: jax.Array,
+    first_page: jax.Array | int,
+    *,
+    layout: PageLayout,
+    params: AttentionParams,
+) -> jax.Array:
+    """Tiles of consecutive rows, each against its own sequence; returns `[N, B, K, G, h]`."""
+    num_tiles, num_rows, num_kv_heads, num_groups, head_size = q_NBKGh.shape
+    block, num_pages = params.context_block, params.context_block // layout.page_size
+    q_NKRh = jnp.transpose(q_NBKGh, (0, 2, 1, 3, 4)).reshape(num_tiles, num_kv_heads, -1, head_size)
+    q_NKRh = q_NKRh.astype(jnp.float32) * params.scale
+    row = jnp.repeat(jnp.arange(num_rows, dtype=jnp.int32), num_groups)
+    position_NR = first_position_N[:, None] + row[None]
+
+    def reduce_block(index: jax.Array, carry: Carry) -> Carry:
+        out_NKRh, peak_NKR, total_NKR = carry
+        page_Np = lax.dynamic_slice_in_dim(page_table_NP, index * num_pages, num_pages, axis=1)
+        position_t = index * block + jnp.arange(block, dtype=jnp.int32)
+        written_Nt = position_t[None] < context_len_N[:, None]
+        k_NKth, v_NKth = _gather_block(pool, scales, page_Np + first_page, layout)
+        # An unwritten position may hold anything, NaN included, which a zero weight would not silence.
+        v_NKth = jnp.where(written_Nt[:, None, :, None], v_NKth, 0.0)
+        visible_NRt = written_Nt[:, None] & (position_t[None, None] <= position_NR[:, :, None])
+        if params.window:
+            visible_NRt &= position_t[None, None] > position_NR[:, :, None] - params.window
+        score_NKRt = _contract(q_NKRh, k_NKth, params.exact_order)
+        if params.softcap:
+            score_NKRt = params.softcap * jnp.tanh(score_NKRt / params.softcap)
+        visible_NKRt = visible_NRt[:, None]
+        score_NKRt = jnp.where(visible_NKRt, score_NKRt, MASKED)
+        new_peak_NKR = jnp.maximum(peak_NKR, jnp.max(score_NKRt, axis=-1))
+        weight_NKRt = jnp.where(visible_NKRt, jnp.exp(score_NKRt - new_peak_NKR[..., None]), 0.0)
+        decay_NKR = jnp.exp(peak_NKR - new_peak_NKR)
+        out_NKRh = out_NKRh * decay_NKR[..., None] + _contract(
+            weight_NKRt, jnp.swapaxes(v_NKth, -1, -2), params.exact_order
+        )
+        return out_NKRh, new_peak_NKR, total_NKR * decay_NKR + jnp.sum(weight_NKRt, axis=-1)
+
+    first_block = jnp.int32(0)
+    if params.window:
+        first_block = jnp.maximum(jnp.min(first_position_N) - params.window + 1, 0) // block
+    last_position_N = jnp.minimum(first_position_N + num_rows, context_len_N) - 1
+    num_blocks = jnp.max(last_position_N) // block + 1
+    carry = (
+        jnp.zeros(q_NKRh.shape, jnp.float32),
+        jnp.full(q_NKRh.shape[:-1], MASKED, jnp.float32),
+        jnp.zeros(q_NKRh.shape[:-1], jnp.float32),
+    )
+    out_NKRh, _, total_NKR = lax.fori_loop(first_block, num_blocks, reduce_block, carry)
+    out_NKRh = out_NKRh / jnp.where(total_NKR == 0.0, 1.0, total_NKR)[..., None]
+    out_NKBGh = out_NKRh.reshape(num_tiles, num_kv_heads, num_rows, num_groups, head_size)
+    return jnp.transpose(out_NKBGh, (0, 2, 1, 3, 4)).astype(q_NBKGh.dtype)
+
+
+def _contract(a_NKRx: jax.Array, b_NKtx: jax.Array, exact_order: bool) -> jax.Array:
+    """`[N, K, R, t]`: products summed over the last axis of both, in float32."""
+    if exact_order:
+        return jnp.sum(a_NKRx[:, :, :, None] * b_NKtx[:, :, None], axis=-1)
+    return jnp.einsum(
+        "nkrx,nktx->nkrt", a_NKRx, b_NKtx, precision="highest", preferred_element_type=jnp.float32
+    )
+
+
+def _gather_block(
+    pool: jax.Array, scales: jax.Array | None, page_Np: jax.Array, layout: PageLayout
+) -> tuple[jax.Array, jax.Array]:
+    """The keys and values on some pages as float32 `[N, K, t, h]`.
+
+    The gather takes whole heads of pages: contiguous slices that need no transposition afterwards.
+    """
+    num_kv_heads, planes, page_size = layout.num_kv_heads, layout.planes, layout.page_size
+    num_tiles, num_pages = page_Np.shape
+    plane = jnp.arange(num_kv_heads * planes, dtype=jnp.int32).reshape(num_kv_heads, planes)
+    slice_NKEp = page_Np[:, None, None] * (num_kv_heads * planes) + plane[None, :, :, None]
+    slices = pool.reshape(-1, page_size * LANES)
+    stored = slices.at[slice_NKEp].get(mode="promise_in_bounds")
+    stored = stored.reshape(num_tiles, num_kv_heads, planes, num_pages * page_size, LANES)
+    k_NKth, v_NKth = layout.split(layout.from_storage(stored).astype(jnp.float32))
+    if scales is not None:
+        scale_Np2Kt = scales.at[page_Np].get(mode="promise_in_bounds")
+        scale_N2Kt = jnp.swapaxes(scale_Np2Kt, 1, 2).reshape(num_tiles, num_kv_heads, 2, -1)
+        k_NKth = k_NKth * scale_N2Kt[:, :, 0, :, None]
+        v_NKth = v_NKth * scale_N2Kt[:, :, 1, :, None]
+    return k_NKth, v_NKth
