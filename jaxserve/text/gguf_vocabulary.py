@@ -80,13 +80,13 @@ class GgufVocabulary:
         return int(value)
 
     def merges(self) -> list[tuple[str, str]]:
-        """The merge rules, best first. A token may begin with a space, hence the search from 1 on."""
+        """The merge rules, best first: each joins two tokens, which hold no space themselves."""
         merges: list[tuple[str, str]] = []
         for rule in self._require("merges"):
-            cut = rule.find(" ", 1)
-            if cut < 0:
+            left, _, right = rule.partition(" ")
+            if not left or not right or " " in right:
                 raise ValueError(f"{_PREFIX}merges has {rule!r}, which is not two tokens and a space")
-            merges.append((rule[:cut], rule[cut + 1 :]))
+            merges.append((left, right))
         return merges
 
     def _require(self, name: str) -> Any:

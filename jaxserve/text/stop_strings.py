@@ -50,7 +50,8 @@ class StopStringMatcher:
     """Lets text through up to the first stop string, wherever the pieces were cut.
 
     The match that ends first counts; of several that end together, the longest. Text that may be the
-    beginning of a stop string is held back until that is settled. A push costs time in its own length.
+    beginning of a stop string is held back until that is settled. What a push costs depends on its own
+    length and the stop strings', not on the text before.
     """
 
     def __init__(self, stops: Sequence[str], include: bool = False) -> None:
@@ -71,18 +72,17 @@ class StopStringMatcher:
             return "", self.matched
         if not self._held and self._first_characters.isdisjoint(text):
             return text, None
+        seen = self._held + text
         ends = [(pattern.find_end(text), pattern.stop) for pattern in self._patterns]
         found = [(end, -len(stop), stop) for end, stop in ends if end]
-        text_end = len(self._held) + len(text)
         if found:
             end, negative_length, self.matched = min(found)
-            text_end = len(self._held) + end + (0 if self._include else negative_length)
-            shown, self._held = (self._held + text)[:text_end], ""
-            return shown, self.matched
+            cut = len(self._held) + end + (0 if self._include else negative_length)
+            self._held = ""
+            return seen[:cut], self.matched
         longest = max(self._patterns, key=lambda pattern: pattern.matched)
-        shown = (self._held + text)[: text_end - longest.matched] if longest.matched < text_end else ""
         self._held = longest.stop[: longest.matched]
-        return shown, None
+        return seen[: len(seen) - longest.matched], None
 
     def finish(self) -> str:
         """The text held back, since no stop string came of it."""

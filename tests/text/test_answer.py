@@ -30,6 +30,13 @@ def test_the_stop_string_itself_can_be_shown(byte_level: Tokenizer) -> None:
     assert (made.text, made.stopped) == ("hello w", "o w")
 
 
+def test_finish_releases_a_partial_stop(byte_level: Tokenizer) -> None:
+    made, pieces = answer(byte_level, "hello", stop="lots")
+    assert pieces == ["hel", ""]
+    assert made.finish() == "lo"
+    assert (made.text, made.stopped) == ("hello", None)
+
+
 def test_finish_releases_a_partial_stop_and_an_incomplete_character(byte_level: Tokenizer) -> None:
     made, pieces = answer(byte_level, "hello", stop="lot\ufffd")
     assert pieces == ["hel", ""]
@@ -57,7 +64,7 @@ def test_special_tokens_are_shown_on_request(byte_level: Tokenizer) -> None:
 
 
 def test_the_prompt_decides_about_a_leading_space(sentencepiece: Tokenizer) -> None:
-    the = sentencepiece.backend.token_to_id("▁the")
+    the = sentencepiece.encode("the")[-1]
     for prompt_ids, text in (([1], "the"), ([1, the], " the")):
         made = AnswerText(sentencepiece, prompt_ids, SamplingParams())
         assert made.push(the) == text

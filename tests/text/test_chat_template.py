@@ -87,6 +87,11 @@ def test_text_parts_become_one_string_and_absent_values_are_absent() -> None:
     assert template.render([{"role": "user", "content": parts, "name": None}]) == "one\ntwoFalse"
 
 
+def test_what_is_not_given_is_none_and_what_is_given_by_name_arrives() -> None:
+    template = ChatTemplate("{{ tools is none }} {{ documents is none }} {{ mood }}")
+    assert template.render([USER], mood="good") == "True True good"
+
+
 @pytest.mark.parametrize(
     ("messages", "complaint"),
     [

@@ -19,6 +19,12 @@ def stream(tokenizer: Tokenizer, ids: list[int], **options: Any) -> list[str]:
     return [*map(detokenizer.push, ids), detokenizer.finish()]
 
 
+def id_of(tokenizer: Tokenizer, token: str) -> int:
+    token_id = tokenizer.backend.token_to_id(token)
+    assert token_id is not None
+    return token_id
+
+
 def byte_ids(tokenizer: Tokenizer, data: bytes) -> list[int]:
     """One token for each byte, in either vocabulary."""
     by_bytes = {tokenizer.token_bytes[i]: i for i in reversed(range(tokenizer.vocab_size))}
@@ -96,13 +102,13 @@ def test_a_skipped_special_token_does_not_break_a_character(tokenizer: Tokenizer
 
 
 def test_a_leading_space_belongs_to_an_answer_but_not_to_a_text(sentencepiece: Tokenizer) -> None:
-    the = sentencepiece.backend.token_to_id("▁the")
-    bos = sentencepiece.bos_token_id
+    the = id_of(sentencepiece, "▁the")
+    bos = id_of(sentencepiece, "<s>")
     assert stream(sentencepiece, [the, the]) == ["the", " the", ""]
     assert stream(sentencepiece, [the, the], prompt_ids=[bos]) == ["the", " the", ""]
     assert stream(sentencepiece, [the, the], prompt_ids=[bos, the]) == [" the", " the", ""]
     assert stream(sentencepiece, [the], prompt_ids=[bos], skip_special_tokens=False) == [" the", ""]
-    two_spaces = sentencepiece.backend.token_to_id("▁▁")
+    two_spaces = id_of(sentencepiece, "▁▁")
     assert stream(sentencepiece, [two_spaces, the]) == [" ", " the", ""]
 
 

@@ -130,6 +130,18 @@ def test_user_defined_tokens_are_never_cut(sentencepiece: Tokenizer) -> None:
     assert sentencepiece.decode(ids, skip_special_tokens=True) == "[NAME]\n\n"
 
 
+def test_the_text_of_added_tokens_is_not_in_the_byte_level_alphabet(byte_level: Tokenizer) -> None:
+    ids = byte_level.encode("he[NAME é]")
+    assert [byte_level.token_text(token_id) for token_id in ids] == ["he", "[NAME é]"]
+
+
+def test_control_and_unknown_tokens_are_no_text(sentencepiece: Tokenizer) -> None:
+    ids = sentencepiece.encode("<unk><s>the", add_special_tokens=False)
+    assert ids[:2] == [0, 1]
+    assert sentencepiece.decode(ids) == "the"
+    assert sentencepiece.decode(ids, skip_special_tokens=False) == "<unk><s> the"
+
+
 @pytest.mark.parametrize(
     ("fields", "first", "last"),
     [
@@ -190,6 +202,7 @@ def test_the_template_for_tools_is_used_with_tools(byte_level_metadata: dict[str
         ({"tokens": ["a", "b", "a"]}, "tokens has 'a' more than once"),
         ({"merges": None}, "has no tokenizer.ggml.merges"),
         ({"merges": ["h e", "hello"]}, "merges has 'hello'"),
+        ({"merges": ["h e l"]}, "merges has 'h e l'"),
         ({"merges": ["h q"]}, "merges does not fit tokenizer.ggml.tokens: .*hq"),
         ({"token_type": [1, 1]}, "token_type has 2 values for 267 tokens"),
         ({"bos_token_id": 267}, "bos_token_id 267 is outside the vocabulary of 267 ids"),
@@ -216,7 +229,8 @@ def test_a_file_without_rules_is_cut_by_the_default_ones_with_a_warning(
 
 
 def test_one_token_alone_keeps_its_space_and_shows_special_text(sentencepiece: Tokenizer) -> None:
-    assert sentencepiece.token_text(sentencepiece.backend.token_to_id("▁the")) == " the"
+    the = sentencepiece.encode("the")[-1]
+    assert sentencepiece.token_text(the) == " the"
     assert sentencepiece.token_text(1) == "<s>"
     assert sentencepiece.token_text(3 + 0xF0) == "\ufffd"
     assert sentencepiece.token_text(10_000) == ""
