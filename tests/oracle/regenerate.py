@@ -111,7 +111,9 @@ def _process(name: str, options: argparse.Namespace) -> Iterator[str]:
     """Check or write one model's answers; yields the differences that a check finds."""
     fresh: OracleCases | SmolLM2Cases
     if name == SMOLLM2:
-        fresh = smollm2_cases(_smollm2_path(options.smollm2))
+        gguf = _smollm2_path(options.smollm2)
+        with one_thread():
+            fresh = smollm2_cases(gguf)
         if options.check:
             yield from differences(load_smollm2(options.data), fresh, SMOLLM2_TOLERANCE)
         else:
