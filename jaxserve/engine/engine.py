@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from jaxserve.config import EngineConfig
+from jaxserve.engine.compile_cache import compile_counter
 from jaxserve.engine.ladder import chunk_shapes, decode_shapes
 from jaxserve.engine.state import DeviceState, load_slot, make_state, pack_load
 from jaxserve.engine.step import PlanFormat, run_step, unpack_result
@@ -62,13 +63,24 @@ class DeviceEngine:
         shapes = decode_shapes(config) + chunk_shapes(config)
         total = len(shapes) + 1
         started = time.monotonic()
+        compile_counter()
         self._load_slot = self._compile(load_slot, self._state, self._example_load())
         on_progress(1, total)
         self._steps: dict[StepShape, CompiledStep] = {}
         for number, shape in enumerate(shapes):
             self._steps[shape] = self._compile_step(shape)
             on_progress(number + 2, total)
+        self._compiles_when_ready = compile_counter().count
         logger.info("compiled or loaded %d programs in %.1f s", total, time.monotonic() - started)
+
+    @property
+    def config(self) -> EngineConfig:
+        return self._config
+
+    @property
+    def compiles_after_ready(self) -> int:
+        """Programs that this process compiled since this engine was ready; each one is a fault."""
+        return compile_counter().count - self._compiles_when_ready
 
     @property
     def limits(self) -> EngineLimits:

@@ -127,8 +127,12 @@ def _attend_tiles(
         position_t = index * block + jnp.arange(block, dtype=jnp.int32)
         written_Nt = position_t[None] < context_len_N[:, None]
         k_NKth, v_NKth = _gather_block(pool, scales, page_Np + first_page, layout)
-        # An unwritten position may hold anything, NaN included, which a zero weight would not silence.
-        v_NKth = jnp.where(written_Nt[:, None, :, None], v_NKth, 0.0)
+        # A page not written yet, or behind the window and given away, may hold anything, NaN included,
+        # which a zero weight would not silence.
+        readable_Nt = written_Nt
+        if params.window:
+            readable_Nt &= position_t[None] > first_position_N[:, None] - params.window
+        v_NKth = jnp.where(readable_Nt[:, None, :, None], v_NKth, 0.0)
         visible_NRt = written_Nt[:, None] & (position_t[None, None] <= position_NR[:, :, None])
         if params.window:
             visible_NRt &= position_t[None, None] > position_NR[:, :, None] - params.window

@@ -1,0 +1,185 @@
+"""From a checkpoint and a user's options to a running engine: everything "auto" is decided here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+import numpy as np
+
+from jaxserve.config import CacheConfig, EngineConfig, FloatFormat, KvFormat, LogprobsMode, ModelConfig
+from jaxserve.engine.compile_cache import enable_compilation_cache
+from jaxserve.engine.engine import DeviceEngine
+from jaxserve.engine.parameters import place_parameters
+from jaxserve.model.parameters import model_parameters
+from jaxserve.model.transformer import LayerLoop
+from jaxserve.weights import Checkpoint, cache_home
+
+Progress = Callable[[str, int, int], None]
+"""Called with "load" or "compile", how many parameters or programs are done, and their total."""
+
+CPU_KV_MEMORY = 2**30
+DEVICE_MEMORY_SHARE = 0.9
+SHAPE_INVARIANT_ROWS = 4
+"""XLA on CPU multiplies a single row with another kernel, in another order, than two or more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """What a user may choose; None and "auto" are chosen from the model and the machine."""
+
+    max_model_len: int | None = None
+    """Longest sequence in tokens; by default the model's own limit."""
+    num_slots: int | None = None
+    """Sequences that can run at once; by default 16 on CPU, 64 elsewhere."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of weights and activations; float32 on CPU, bfloat16 elsewhere."""
+    kv_format: Literal["auto", "float32", "bfloat16", "int8"] = "auto"
+    """Of the KV pool; by default as `dtype`."""
+    page_size: int | None = None
+    """Tokens on a page; by default 16 on CPU, 64 elsewhere."""
+    kv_memory: int | None = None
+    """Bytes of the KV pool; by default at most 1 GiB on CPU, elsewhere 90 % of what the weights leave."""
+    num_pages: int | None = None
+    """Pages of each cache group instead."""
+    max_chunk: int | None = None
+    """Rows of the largest step; by default 256 on CPU, 1024 elsewhere."""
+    deterministic: bool = False
+    """Shape-invariant numerics: a row's logits are bitwise the same whatever shares its step."""
+    logprobs_mode: LogprobsMode = "raw"
+    max_logprobs: int = 20
+
+
+def build_engine(
+    checkpoint: Checkpoint, options: EngineOptions, *, on_progress: Progress = lambda stage, done, total: None
+) -> DeviceEngine:
+    """Load a model and compile its steps.
+
+    Raises ValueError, naming the value and the limit, for options that the model or the machine cannot meet.
+    """
+    enable_compilation_cache(cache_home() / "compiled")
+    platform = jax.default_backend()
+    model = checkpoint.config
+    dtype = _resolve_dtype(options, platform)
+    max_model_len = _resolve_max_model_len(options, model)
+    layer_loop = _layer_loop(platform)
+    params = place_parameters(_loading(checkpoint, dtype, on_progress), model, layer_loop)
+    config = resolve_config(model, options, platform, dtype, max_model_len)
+    return DeviceEngine(
+        config, params, layer_loop, on_progress=lambda done, total: on_progress("compile", done, total)
+    )
+
+
+def resolve_config(
+    model: ModelConfig, options: EngineOptions, platform: str, dtype: FloatFormat, max_model_len: int
+) -> EngineConfig:
+    """Every size that the engine compiles against."""
+    on_cpu = platform == "cpu"
+    num_slots = options.num_slots or (16 if on_cpu else 64)
+    page_size = options.page_size or (16 if on_cpu else 64)
+    max_chunk = options.max_chunk or (256 if on_cpu else 1024)
+    kv_format: KvFormat = dtype if options.kv_format == "auto" else options.kv_format
+    max_running_len = max_chunk + num_slots
+    num_pages = _resolve_pages(
+        model, options, platform, kv_format, page_size, num_slots, max_model_len, max_running_len
+    )
+    return EngineConfig(
+        model=model,
+        cache=CacheConfig(page_size=page_size, num_pages=num_pages, kv_format=kv_format),
+        max_model_len=max_model_len,
+        num_slots=num_slots,
+        decode_rows=_ladder(SHAPE_INVARIANT_ROWS if options.deterministic else 1, num_slots),
+        chunk_rows=_ladder(16, max(max_chunk, num_slots)),
+        compute_format=dtype,
+        max_logprobs=min(options.max_logprobs, model.vocab_size),
+        logprobs_mode=options.logprobs_mode,
+        deterministic=options.deterministic,
+        context_block=max(128, page_size),
+    )
+
+
+def _ladder(lowest: int, highest: int) -> tuple[int, ...]:
+    """Sizes four apart, the last one exactly `highest`."""
+    rungs: list[int] = []
+    rung = lowest
+    while rung < highest:
+        rungs.append(rung)
+        rung *= 4
+    return (*rungs, max(lowest, highest))
+
+
+def _layer_loop(platform: str) -> LayerLoop:
+    loops: dict[str, LayerLoop] = {"cpu": "switched", "tpu": "stacked"}
+    return loops.get(platform, "unrolled")
+
+
+def _resolve_dtype(options: EngineOptions, platform: str) -> FloatFormat:
+    if options.dtype == "auto":
+        return "float32" if platform == "cpu" else "bfloat16"
+    return options.dtype
+
+
+def _resolve_max_model_len(options: EngineOptions, model: ModelConfig) -> int:
+    length = options.max_model_len or model.max_position
+    if not 2 <= length <= model.max_position:
+        raise ValueError(f"max_model_len {length} is out of range: the model takes 2 to {model.max_position}")
+    return length
+
+
+def _resolve_pages(
+    model: ModelConfig,
+    options: EngineOptions,
+    platform: str,
+    kv_format: KvFormat,
+    page_size: int,
+    num_slots: int,
+    max_model_len: int,
+    step_rows: int,
+) -> tuple[int, ...]:
+    """Pages of each group: what all slots could ever hold, or what the memory allows, shared in proportion."""
+    wanted = [
+        num_slots * -(-min(max_model_len, window + step_rows if window else max_model_len) // page_size) + 2
+        for window in model.windows
+    ]
+    if options.num_pages is not None:
+        return tuple(min(options.num_pages, most) for most in wanted)
+    layers = [sum(kind.window == window for kind in model.layers) for window in model.windows]
+    lanes = 128 if model.head_size <= 64 else 2 * -(-model.head_size // 128) * 128
+    token_bytes = model.num_kv_heads * lanes * np.dtype(_storage(kv_format)).itemsize
+    if kv_format == "int8":
+        token_bytes += 2 * model.num_kv_heads * 4
+    page_bytes = [count * page_size * token_bytes for count in layers]
+    budget = options.kv_memory or _default_kv_memory(platform)
+    share = min(1.0, budget / sum(pages * size for pages, size in zip(wanted, page_bytes, strict=True)))
+    num_pages = tuple(int(pages * share) for pages in wanted)
+    if min(num_pages) < 2:
+        raise ValueError(
+            f"{budget} bytes of KV memory hold {num_pages} pages of {page_size} tokens; at least 2 are needed"
+        )
+    return num_pages
+
+
+def _storage(kv_format: KvFormat) -> str:
+    return {"float32": "float32", "bfloat16": "uint16", "int8": "int8"}[kv_format]
+
+
+def _default_kv_memory(platform: str) -> int:
+    if platform == "cpu":
+        physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return min(CPU_KV_MEMORY, physical // 4)
+    stats = jax.devices()[0].memory_stats()
+    if not stats or "bytes_limit" not in stats:
+        raise ValueError(f"the {platform} device does not tell its memory: give kv_memory")
+    return int(DEVICE_MEMORY_SHARE * (stats["bytes_limit"] - stats["bytes_in_use"]))
+
+
+def _loading(
+    checkpoint: Checkpoint, dtype: FloatFormat, on_progress: Progress
+) -> Iterator[tuple[str, np.ndarray]]:
+    total = sum(1 for _ in model_parameters(checkpoint.config))
+    for number, named in enumerate(checkpoint.read(dtype)):
+        yield named
+        on_progress("load", number + 1, total)
