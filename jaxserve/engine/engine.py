@@ -43,8 +43,8 @@ class DeviceEngine:
         self,
         config: EngineConfig,
         params: Params,
-        *,
         layer_loop: LayerLoop,
+        *,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
         """Compile and warm up.
