@@ -1,0 +1,57 @@
+"""Small engines and loops over the tiny models, for the tests of the device half."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxserve.config import CacheConfig, EngineConfig
+from jaxserve.engine.engine import DeviceEngine
+from jaxserve.engine.parameters import place_parameters
+from jaxserve.loop import HostLoop
+from jaxserve.model.transformer import LayerLoop
+from jaxserve.outputs import RequestOutput
+from jaxserve.plan import SamplingParams
+from jaxserve.weights import open_checkpoint
+
+
+def small_engine(folder: Path, layer_loop: LayerLoop = "switched", **settings: Any) -> DeviceEngine:
+    """An engine of few, small programs; `settings` are fields of EngineConfig, or num_pages, kv_format."""
+    checkpoint = open_checkpoint(folder)
+    model = checkpoint.config
+    kv_format = settings.pop("kv_format", settings.get("compute_format", "float32"))
+    num_pages = settings.pop("num_pages", 64)
+    defaults: dict[str, Any] = {
+        "max_model_len": min(256, model.max_position),
+        "num_slots": 4,
+        "decode_rows": (4,),
+        "chunk_rows": (64,),
+        "compute_format": "float32",
+    }
+    config = EngineConfig(
+        model=model,
+        cache=CacheConfig(page_size=16, num_pages=(num_pages,) * len(model.windows), kv_format=kv_format),
+        **(defaults | settings),
+    )
+    params = place_parameters(checkpoint.read(config.compute_format), model, layer_loop)
+    return DeviceEngine(config, params, layer_loop)
+
+
+def serve(
+    loop: HostLoop, requests: Sequence[tuple[Sequence[int], SamplingParams]], together: bool = True
+) -> list[RequestOutput]:
+    """The finished requests in order, served all at once or one after another."""
+    outputs: dict[str, RequestOutput] = {}
+    for number, (prompt, params) in enumerate(requests):
+        loop.add(str(number), prompt, params)
+        if not together:
+            outputs.update(_run(loop))
+    outputs.update(_run(loop))
+    loop.check_integrity()
+    assert loop.idle
+    return [outputs[str(number)] for number in range(len(requests))]
+
+
+def _run(loop: HostLoop) -> dict[str, RequestOutput]:
+    return {delta.request_id: delta.output for delta in loop.run_until_idle() if delta.output is not None}
