@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,15 +12,16 @@ import jax
 import numpy as np
 
 from jaxserve.config import CacheConfig, EngineConfig, FloatFormat, KvFormat, LogprobsMode, ModelConfig
-from jaxserve.engine.compile_cache import enable_compilation_cache
+from jaxserve.engine.compile_cache import compile_counter, enable_compilation_cache
 from jaxserve.engine.engine import DeviceEngine
 from jaxserve.engine.parameters import place_parameters
+from jaxserve.engine.programs import compile_programs
 from jaxserve.model.parameters import model_parameters
 from jaxserve.model.transformer import LayerLoop
 from jaxserve.weights import Checkpoint, cache_home
 
 Progress = Callable[[str, int, int], None]
-"""Called with "load" or "compile", how many parameters or programs are done, and their total."""
+"""Called, from either of two threads, with "load" or "compile", what is done so far, and the total."""
 
 CPU_KV_MEMORY = 2**30
 DEVICE_MEMORY_SHARE = 0.9
@@ -61,16 +63,21 @@ def build_engine(
     Raises ValueError, naming the value and the limit, for options that the model or the machine cannot meet.
     """
     enable_compilation_cache(cache_home() / "compiled")
+    compile_counter()
     platform = jax.default_backend()
     model = checkpoint.config
     dtype = _resolve_dtype(options, platform)
     max_model_len = _resolve_max_model_len(options, model)
-    layer_loop = _layer_loop(platform)
-    params = place_parameters(_loading(checkpoint, dtype, on_progress), model, layer_loop)
     config = resolve_config(model, options, platform, dtype, max_model_len)
-    return DeviceEngine(
-        config, params, layer_loop, on_progress=lambda done, total: on_progress("compile", done, total)
-    )
+    layer_loop = _layer_loop(platform)
+    # Programs are compiled from shapes alone, so the weights are read meanwhile.
+    with ThreadPoolExecutor(1, "jaxserve-load") as pool:
+        loading = _loading(checkpoint, dtype, on_progress)
+        params = pool.submit(place_parameters, loading, model, layer_loop)
+        programs = compile_programs(
+            config, layer_loop, on_progress=lambda done, total: on_progress("compile", done, total)
+        )
+        return DeviceEngine(config, params.result(), programs)
 
 
 def resolve_config(
@@ -139,7 +146,7 @@ def _resolve_pages(
     max_model_len: int,
     step_rows: int,
 ) -> tuple[int, ...]:
-    """Pages of each group: what all slots could ever hold, or what the memory allows, shared in proportion."""
+    """Pages of each group: what all slots could ever hold, or in proportion what the memory allows."""
     wanted = [
         num_slots * -(-min(max_model_len, window + step_rows if window else max_model_len) // page_size) + 2
         for window in model.windows

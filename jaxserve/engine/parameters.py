@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.config import ModelConfig
-from jaxserve.model.parameters import EXPERT_NAMES, layer_parameters
+from jaxserve.config import FloatFormat, ModelConfig
+from jaxserve.model.parameters import EXPERT_NAMES, layer_parameters, model_parameters
 from jaxserve.model.transformer import LayerLoop
 
 
 def place_parameters(
-    named: Iterable[tuple[str, np.ndarray]], model: ModelConfig, layer_loop: LayerLoop
+    named: Iterable[tuple[str, np.ndarray | jax.Array]], model: ModelConfig, layer_loop: LayerLoop
 ) -> dict[str, Any]:
     """Put parameters on the default device as they arrive, holding one at a time on the host.
 
@@ -46,6 +46,21 @@ def place_parameters(
             entries[name] = (*entries.get(name, ()), jnp.asarray(array))
     tree["segments"] = tuple(tuple(positions) for positions in segments)
     return tree
+
+
+def abstract_parameters(
+    model: ModelConfig, compute_format: FloatFormat, layer_loop: LayerLoop
+) -> dict[str, Any]:
+    """The shapes and types of the tree that `place_parameters` would return."""
+    names: list[str] = []
+    shapes: list[jax.ShapeDtypeStruct] = []
+    for name, info in model_parameters(model):
+        names.append(name)
+        dtype = jnp.float32 if info.full_precision else jnp.dtype(compute_format)
+        shapes.append(jax.ShapeDtypeStruct(info.shape, dtype))
+    return jax.eval_shape(
+        lambda arrays: place_parameters(zip(names, arrays, strict=True), model, layer_loop), shapes
+    )
 
 
 def _is_stacked(name: str, model: ModelConfig, layer: int, layer_loop: LayerLoop) -> bool:

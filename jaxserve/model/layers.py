@@ -18,20 +18,25 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     return (wide * scale * weight).astype(x.dtype)
 
 
-def linear(x_TD: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
-    """`[T, out]`: x times a weight whose input axes (the last ones) have x's size together."""
-    weight_ND = weight.reshape(-1, x_TD.shape[-1])
-    out_TN = jax.lax.dot_general(
-        x_TD,
-        weight_ND,
-        (((1,), (1,)), ((), ())),
+def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+    """`[T, *out]`: x `[T, *in]` times a weight `[*out, *in]`.
+
+    The axes stay apart, since a weight may be sharded along any of them.
+    """
+    num_inputs = x.ndim - 1
+    num_outputs = weight.ndim - num_inputs
+    contracted = tuple(range(1, x.ndim)), tuple(range(num_outputs, weight.ndim))
+    out = jax.lax.dot_general(
+        x,
+        weight,
+        (contracted, ((), ())),
         # float32 means float32: TPUs multiply in bfloat16 unless told.
-        precision=jax.lax.Precision.HIGHEST if x_TD.dtype == jnp.float32 else None,
+        precision=jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
         preferred_element_type=jnp.float32,
     )
     if bias is not None:
-        out_TN = out_TN + bias.reshape(-1)
-    return out_TN.astype(x_TD.dtype)
+        out = out + bias[None]
+    return out.astype(x.dtype)
 
 
 def swiglu(gate_up_T2F: jax.Array, activation: Activation) -> jax.Array:

@@ -9,7 +9,8 @@ Axes: T token rows, S sequences, D hidden, K kv heads, G queries of a kv head, h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -54,25 +55,19 @@ class LayerWeights:
         """A norm, a bias or a router."""
         return self.parameters[name][self.repetition]
 
-    def linear(self, name: str, x_TD: jax.Array, bias: jax.Array | None = None) -> jax.Array:
-        """`[T, out]`: x times one of the layer's matrices."""
+    def linear(self, name: str, x: jax.Array) -> jax.Array:
+        """`[T, *out]`: x `[T, *in]` times one of the layer's matrices, plus its bias if it has one."""
         weight = self.parameters[name]
-        if not isinstance(weight, tuple):
-            return linear(x_TD, weight[self.repetition], bias)
-        if isinstance(self.repetition, int):
-            return linear(x_TD, weight[self.repetition], bias)
-        branches = [_multiply_by(matrix) for matrix in weight]
-        out_TN = jax.lax.switch(self.repetition, branches, x_TD)
-        return out_TN if bias is None else out_TN + bias.reshape(-1).astype(out_TN.dtype)
+        bias = self.small(f"{name}_bias") if f"{name}_bias" in self.parameters else None
+        if not isinstance(weight, tuple) or isinstance(self.repetition, int):
+            return linear(x, weight[self.repetition], bias)
+        branches = [functools.partial(linear, weight=matrix, bias=bias) for matrix in weight]
+        return jax.lax.switch(self.repetition, branches, x)
 
     def experts(self, name: str) -> jax.Array:
         """The stack `[count * E, ...]` of all repetitions' experts."""
         stack = self.parameters[name]
         return stack.reshape(-1, *stack.shape[2:])
-
-
-def _multiply_by(matrix: jax.Array) -> Callable[[jax.Array], jax.Array]:
-    return lambda x_TD: linear(x_TD, matrix)
 
 
 @flax.struct.dataclass
@@ -207,7 +202,7 @@ class Transformer:
                 tile_rows=16 if self.config.deterministic else min(16, x_TD.shape[0]),
             )
         else:
-            gate_up_T2F = layer.linear("gate_up", normed_TD).reshape(x_TD.shape[0], 2, -1)
+            gate_up_T2F = layer.linear("gate_up", normed_TD)
             out_TD = layer.linear("down", swiglu(gate_up_T2F, model.activation))
         if model.post_norms:
             out_TD = rms_norm(out_TD, layer.small("post_mlp_norm"), model.norm_eps)
@@ -228,9 +223,7 @@ class Transformer:
         """Project, rotate, write the new keys and values to their pages, attend, project back."""
         model, layout = self.model, self.layouts[group]
         num_rows = x_TD.shape[0]
-        bias = layer.small("qkv_bias") if model.qkv_bias else None
-        qkv = layer.linear("qkv", x_TD, bias)
-        qkv = qkv.reshape(num_rows, model.num_kv_heads, model.queries_per_kv + 2, model.head_size)
+        qkv = layer.linear("qkv", x_TD)
         q_THh = qkv[:, :, :-2].reshape(num_rows, model.num_heads, model.head_size)
         k_TKh, v_TKh = qkv[:, :, -2], qkv[:, :, -1]
         if model.qk_norm:
@@ -267,7 +260,8 @@ class Transformer:
         )
         updated = cache[group].replace(pool=pages, scales=scales)
         cache = (*cache[:group], updated, *cache[group + 1 :])
-        return layer.linear("o", mixed_THh.reshape(num_rows, -1)), cache
+        mixed = mixed_THh.reshape(num_rows, model.num_kv_heads, model.queries_per_kv, model.head_size)
+        return layer.linear("o", mixed), cache
 
 
 def _rope_kind(kind: LayerKind) -> LayerKind:

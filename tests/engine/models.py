@@ -9,6 +9,7 @@ from typing import Any
 from jaxserve.config import CacheConfig, EngineConfig
 from jaxserve.engine.engine import DeviceEngine
 from jaxserve.engine.parameters import place_parameters
+from jaxserve.engine.programs import compile_programs
 from jaxserve.loop import HostLoop
 from jaxserve.model.transformer import LayerLoop
 from jaxserve.outputs import RequestOutput
@@ -35,7 +36,7 @@ def small_engine(folder: Path, layer_loop: LayerLoop = "switched", **settings: A
         **(defaults | settings),
     )
     params = place_parameters(checkpoint.read(config.compute_format), model, layer_loop)
-    return DeviceEngine(config, params, layer_loop)
+    return DeviceEngine(config, params, compile_programs(config, layer_loop))
 
 
 def serve(
