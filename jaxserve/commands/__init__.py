@@ -1,0 +1,10 @@
+"""The commands of the command line; importing them is cheap, and none needs jax before it runs."""
+
+from jaxserve.commands.chat import Chat
+from jaxserve.commands.command import Command
+from jaxserve.commands.generate import Generate
+from jaxserve.commands.pull import Pull
+
+BUILT_IN: tuple[Command, ...] = (Pull(), Generate(), Chat())
+
+__all__ = ["BUILT_IN", "Command"]

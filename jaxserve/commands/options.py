@@ -1,0 +1,89 @@
+"""Arguments that several commands share: how to sample, and what engine to build."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxserve.opened_model import EngineSettings
+    from jaxserve.plan import SamplingParams
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)([KMGT]?)(?:i?B)?", re.IGNORECASE)
+_UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+
+_ENGINE_ARGUMENTS = ("max_model_len", "kv_memory", "dtype", "kv_format", "deterministic", "max_chunk")
+_SAMPLING_ARGUMENTS = (
+    "max_tokens",
+    "min_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "ignore_eos",
+    "stop",
+)
+
+
+def add_sampling_arguments(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
+    """`max_tokens`: the command's default. Ranges are checked by SamplingParams."""
+    group = parser.add_argument_group("sampling")
+    add = group.add_argument
+    add(
+        "--max-tokens", type=int, default=max_tokens, metavar="N", help="longest answer (default %(default)s)"
+    )
+    add("--min-tokens", type=int, default=0, metavar="N", help="shortest answer (default %(default)s)")
+    add(
+        "--temperature",
+        type=float,
+        default=0.0,
+        metavar="T",
+        help="0, the default, takes the most likely token: the same answer every time; "
+        "higher is more varied, 0.7 is usual",
+    )
+    add("--top-k", type=int, default=0, metavar="K", help="sample among the K most likely tokens")
+    add("--top-p", type=float, default=1.0, metavar="P", help="sample among the tokens that make up P")
+    add("--min-p", type=float, default=0.0, metavar="P", help="drop tokens below P times the most likely")
+    add("--repetition-penalty", type=float, default=1.0, metavar="X", help="above 1 discourages repetition")
+    add("--presence-penalty", type=float, default=0.0, metavar="X", help="from -2 to 2")
+    add("--frequency-penalty", type=float, default=0.0, metavar="X", help="from -2 to 2")
+    add("--seed", type=int, metavar="N", help="same seed, same answer (default: a fresh one)")
+    add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated")
+    add("--ignore-eos", action="store_true", help="do not end where the model would")
+
+
+def read_sampling(args: argparse.Namespace, **further: Any) -> SamplingParams:
+    """The parameters that the arguments name. Raises ValueError for one that is out of range."""
+    from jaxserve.plan import SamplingParams
+
+    return SamplingParams(**{name: getattr(args, name) for name in _SAMPLING_ARGUMENTS}, **further)
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("engine")
+    add = group.add_argument
+    add("--max-model-len", type=int, metavar="N", help="longest sequence in tokens (default: the model's)")
+    add("--max-chunk", type=int, metavar="N", help="most prompt tokens in a step (default: by machine)")
+    add("--kv-memory", type=parse_size, metavar="SIZE", help="of the KV pool: bytes, or as 512M, 2G")
+    add("--dtype", default="auto", choices=["auto", "float32", "bfloat16"], help="of weights and activations")
+    add("--kv-format", default="auto", choices=["auto", "float32", "bfloat16", "int8"], help="of the KV pool")
+    add("--deterministic", action="store_true", help="numerics that do not depend on how work is batched")
+
+
+def read_engine_settings(args: argparse.Namespace, *, num_slots: int) -> EngineSettings:
+    """Keyword arguments for an engine of so many sequences; few slots compile few shapes and start fast."""
+    settings: Any = {name: getattr(args, name) for name in _ENGINE_ARGUMENTS} | {"num_slots": num_slots}
+    return settings
+
+
+def parse_size(text: str) -> int:
+    """Bytes: `512M` is 512 * 2**20; K, M, G and T are powers of 1024."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size: expected bytes, or a number as in 512M or 2G")
+    return int(float(match[1]) * 1024 ** _UNITS[match[2].upper()])

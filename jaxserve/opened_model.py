@@ -1,0 +1,115 @@
+"""From a model's name to something that answers: what every face starts with."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal, TypedDict, Unpack
+
+from jaxserve.async_engine import Engine
+from jaxserve.config import LogprobsMode
+from jaxserve.loop import HostLoop
+from jaxserve.plan import SamplingParams, StepEngine
+from jaxserve.progress import StageBars
+from jaxserve.text import AnswerText, Tokenizer
+from jaxserve.weights import Checkpoint, open_checkpoint, resolve_model
+
+if TYPE_CHECKING:
+    from jaxserve.engine.build import EngineOptions
+    from jaxserve.engine.engine import DeviceEngine
+
+
+class EngineSettings(TypedDict, total=False):
+    """The fields of `EngineOptions`, for functions that take them as keyword arguments."""
+
+    max_model_len: int | None
+    num_slots: int | None
+    dtype: Literal["auto", "float32", "bfloat16"]
+    kv_format: Literal["auto", "float32", "bfloat16", "int8"]
+    page_size: int | None
+    kv_memory: int | None
+    num_pages: int | None
+    max_chunk: int | None
+    deterministic: bool
+    logprobs_mode: LogprobsMode
+    max_logprobs: int
+
+
+@dataclass(frozen=True)
+class OpenedModel:
+    """A model whose files have been read as far as their headers: cheap, and free of jax."""
+
+    checkpoint: Checkpoint
+    """Its end-of-sequence ids are the config's and the tokenizer's together."""
+    tokenizer: Tokenizer
+
+    def build_engine(self, options: EngineOptions, *, progress: bool = False) -> DeviceEngine:
+        """Load the weights and compile. `progress` shows bars on standard error if it takes long.
+
+        Raises ValueError, naming the value and the limit, for options that cannot be met.
+        """
+        from jaxserve.engine.build import build_engine
+
+        with StageBars(progress) as bars:
+            return build_engine(self.checkpoint, options, on_progress=bars)
+
+
+def open_model(name: str | os.PathLike[str], *, progress: bool = False) -> OpenedModel:
+    """Find a model and read its headers and tokenizer, downloading it first if need be.
+
+    Args:
+        name: a catalogue name, a folder in Hugging Face layout, a `.gguf` file, or a hub id.
+        progress: show bars on standard error during a download.
+
+    Raises:
+        ValueError: no such model, or one that is damaged or not supported.
+        PullError: a download failed.
+    """
+    checkpoint = open_checkpoint(resolve_model(os.fspath(name), progress=progress))
+    if checkpoint.metadata is None:
+        tokenizer = Tokenizer.from_folder(checkpoint.path)
+    else:
+        tokenizer = Tokenizer.from_gguf(checkpoint.metadata)
+    config = checkpoint.config
+    ends = dict.fromkeys((*config.eos_token_ids, *tokenizer.eos_token_ids))
+    # A tokenizer may know more ids than the model, which are never sampled.
+    known_ends = tuple(token_id for token_id in ends if token_id < config.vocab_size)
+    return OpenedModel(replace(checkpoint, config=replace(config, eos_token_ids=known_ends)), tokenizer)
+
+
+def make_loop(engine: StepEngine, tokenizer: Tokenizer, *, overlap: bool = True) -> HostLoop:
+    """A host loop that speaks text: stop strings, streamed text, decoded log-probs."""
+
+    def answer_text(prompt_ids: Sequence[int], params: SamplingParams) -> AnswerText:
+        return AnswerText(tokenizer, prompt_ids, params)
+
+    return HostLoop(engine, overlap=overlap, answer_text=answer_text, decode_token=tokenizer.token_text)
+
+
+def start_engine(
+    model: str | os.PathLike[str] | OpenedModel,
+    *,
+    overlap: bool = True,
+    progress: bool = False,
+    **settings: Unpack[EngineSettings],
+) -> Engine:
+    """The asynchronous face of a model: loaded, compiled, and running on a thread of its own.
+
+    Args:
+        model: as `open_model` takes it, or what it returned; that has the tokenizer.
+        overlap: plan a step while the last one runs.
+        progress: show bars on standard error.
+        settings: fields of `EngineOptions`.
+
+    Raises:
+        TypeError: a setting that does not exist.
+        ValueError: a model that cannot be read, or a setting that cannot be met.
+    """
+    from jaxserve.engine.build import EngineOptions
+
+    options = EngineOptions(**settings)
+    if not isinstance(model, OpenedModel):
+        model = open_model(model, progress=progress)
+    engine = model.build_engine(options, progress=progress)
+    return Engine(make_loop(engine, model.tokenizer, overlap=overlap))
