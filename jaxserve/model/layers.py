@@ -39,6 +39,14 @@ def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> ja
     return out.astype(x.dtype)
 
 
+def linear_flat(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+    """The same on one device, as a product of two matrices: all that XLA's kernels on CPU are fast at."""
+    num_outputs = weight.ndim - x.ndim + 1
+    matrix = weight.reshape(math.prod(weight.shape[:num_outputs]), -1)
+    out = linear(x.reshape(x.shape[0], -1), matrix, None if bias is None else bias.reshape(-1))
+    return out.reshape(-1, *weight.shape[:num_outputs])
+
+
 def swiglu(gate_up_T2F: jax.Array, activation: Activation) -> jax.Array:
     """`[T, F]`: the gated activation of `[T, 2, F]`."""
     gate, up = gate_up_T2F[:, 0].astype(jnp.float32), gate_up_T2F[:, 1].astype(jnp.float32)

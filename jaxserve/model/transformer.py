@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jaxserve.config import EngineConfig, LayerKind, ModelConfig, Segment
 from jaxserve.model.cache import Cache, LayerPlace, layer_places
 from jaxserve.model.experts import expert_mlp
-from jaxserve.model.layers import apply_rope, linear, rms_norm, rope_tables, swiglu
+from jaxserve.model.layers import apply_rope, linear, linear_flat, rms_norm, rope_tables, swiglu
 from jaxserve.model.parameters import EXPERT_NAMES
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.page_layout import PageLayout
@@ -61,7 +61,7 @@ class LayerWeights:
         bias = self.small(f"{name}_bias") if f"{name}_bias" in self.parameters else None
         if not isinstance(weight, tuple) or isinstance(self.repetition, int):
             return linear(x, weight[self.repetition], bias)
-        branches = [functools.partial(linear, weight=matrix, bias=bias) for matrix in weight]
+        branches = [functools.partial(linear_flat, weight=matrix, bias=bias) for matrix in weight]
         return jax.lax.switch(self.repetition, branches, x)
 
     def experts(self, name: str) -> jax.Array:
