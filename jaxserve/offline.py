@@ -26,7 +26,7 @@ class OfflineLoop:
         self._numbers = itertools.count()
         self._sinks: dict[str, _Sink] = {}
         self._dropped: deque[str] = deque()
-        """Streams dropped before their end; the garbage collector adds to it, even in the middle of a step."""
+        """Streams dropped before their end. The garbage collector may add one in the middle of a step."""
 
     def generate(
         self,
@@ -79,7 +79,7 @@ class OfflineLoop:
                     sink(delta)
 
     def abort(self, names: Iterable[str]) -> None:
-        """End those of these requests that have not ended. When no other is open, nothing is held afterwards."""
+        """End requests, those that have ended excepted. Where no other is open, nothing is held then."""
         with interrupts_deferred():
             for name in names:
                 self._end(name)

@@ -24,9 +24,16 @@ class StageBars:
             words, unit = _WORDS.get(stage, (stage, "steps"))
             self._stage = stage
             self._bar = tqdm(
-                desc=words, unit=f" {unit}", total=total, delay=_DELAY_SECONDS, disable=not self._shown
+                desc=words,
+                unit=f" {unit}",
+                total=total,
+                delay=_DELAY_SECONDS,
+                disable=not self._shown,
+                leave=False,
             )
         self._bar.update(done - self._bar.n)
+        if done == total:
+            self._close()
 
     def __enter__(self) -> StageBars:
         return self

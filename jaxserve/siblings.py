@@ -16,7 +16,7 @@ def check_siblings() -> None:
         own = home / name
         spec = importlib.util.find_spec(name)
         if spec is None:
-            raise ImportError(f"jaxserve needs the package {name} beside it, and {own} is not there")
+            raise ImportError(f"jaxserve needs its own package {own}, and Python finds no {name} at all")
         found = _location(spec)
         if found.parent != own:
             raise ImportError(
