@@ -108,10 +108,9 @@ class _BrokenCommand:
 
 
 def _pull_errors() -> tuple[type[Exception], ...]:
-    """Evaluated only once an error is on its way: until then nothing is imported for it."""
-    from jaxserve.weights import PullError
-
-    return (PullError,)
+    """PullError, once what can raise it has been imported: an error's way out imports nothing."""
+    catalogue = sys.modules.get("jaxserve.weights.catalogue")
+    return (catalogue.PullError,) if catalogue else ()
 
 
 def _prepare_output(verbose: bool) -> None:

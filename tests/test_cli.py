@@ -24,6 +24,7 @@ from tests.conftest import REPOSITORY
 from tests.fake_engine import FakeEngine
 from tests.fake_model import FakeModel
 
+GREEDY = ["--temperature", "0", "--top-p", "1"]
 FRANCE = [{"role": "user", "content": "What is the capital of France?"}]
 
 
@@ -350,7 +351,7 @@ def test_chat_keeps_the_conversation(
     model: FakeModel, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     typing(monkeypatch, "hi", "", "more", "/reset", "hi", "/exit", "never read")
-    assert main(["chat", "m", "--system", "s", "--max-tokens", "5"]) == 0
+    assert main(["chat", "m", "--system", "s", "--max-tokens", "5", *GREEDY]) == 0
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "hi"}]
     first = expected_text(model, messages, greedy(5))
     messages += [{"role": "assistant", "content": first}, {"role": "user", "content": "more"}]
@@ -364,7 +365,7 @@ def test_chat_says_when_the_conversation_no_longer_fits(
     model: FakeModel, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     typing(monkeypatch, "x" * 80, "y" * 80, "z")
-    assert main(["chat", "m", "--max-tokens", "5", "--ignore-eos"]) == 0
+    assert main(["chat", "m", "--max-tokens", "5", "--ignore-eos", *GREEDY]) == 0
     captured = capsys.readouterr()
     assert "the limit is 127" in captured.err
     assert "/reset starts a new conversation" in captured.err

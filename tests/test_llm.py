@@ -20,7 +20,7 @@ from jaxserve.loop import LoopStoppedError
 from jaxserve.opened_model import EngineSettings
 from jaxserve.plan import StepHandle, StepResult
 from tests.fake_engine import FakeEngine, expected_answer
-from tests.fake_model import BOS, EOS, FakeModel, fake_limits
+from tests.fake_model import BOS, FakeModel
 
 SHORT = SamplingParams(max_tokens=6, seed=1, ignore_eos=True)
 ENDLESS = SamplingParams(max_tokens=100, seed=1, ignore_eos=True)

@@ -38,7 +38,8 @@ class Chat:
         )
         parser.add_argument("--system", metavar="TEXT", help="a system message before the conversation")
         add_verbose_argument(parser)
-        add_sampling_arguments(parser, max_tokens=1024)
+        # Greedy answers of small models soon repeat themselves over the turns of a conversation.
+        add_sampling_arguments(parser, max_tokens=1024, temperature=0.7, top_p=0.95)
         add_engine_arguments(parser)
 
     def run(self, args: argparse.Namespace) -> int:
@@ -98,14 +99,14 @@ class _Conversation:
     def _ask(self, text: str) -> None:
         """Add a message and its answer, or neither if the conversation would no longer fit."""
         messages = [*self._messages, {"role": "user", "content": text}]
-        try:
-            answer = self._llm.stream_chat(messages, self._params)
-        except ValueError as error:
-            say(f"({error}; /reset starts a new conversation)")
-            return
         said: list[str] = []
         output: RequestOutput | None = None
         try:
+            try:
+                answer = self._llm.stream_chat(messages, self._params)
+            except ValueError as error:
+                say(f"({error}; /reset starts a new conversation)")
+                return
             with answer:
                 for delta in answer:
                     said.append(delta.text)

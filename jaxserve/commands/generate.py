@@ -47,7 +47,7 @@ class Generate:
         add("-n", "--n", type=int, default=1, metavar="N", help="so many samples (default %(default)s)")
         add("--logprobs", type=int, metavar="K", help="with K alternatives a token; needs --json")
         add_verbose_argument(parser)
-        add_sampling_arguments(parser, max_tokens=256)
+        add_sampling_arguments(parser, max_tokens=256, temperature=0.0, top_p=1.0)
         add_engine_arguments(parser)
 
     def run(self, args: argparse.Namespace) -> int:

@@ -30,8 +30,10 @@ _SAMPLING_ARGUMENTS = (
 )
 
 
-def add_sampling_arguments(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
-    """`max_tokens`: the command's default. Ranges are checked by SamplingParams."""
+def add_sampling_arguments(
+    parser: argparse.ArgumentParser, *, max_tokens: int, temperature: float, top_p: float
+) -> None:
+    """The keyword arguments are the command's defaults. Ranges are checked by SamplingParams."""
     group = parser.add_argument_group("sampling")
     add = group.add_argument
     add(
@@ -41,13 +43,19 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, *, max_tokens: int) 
     add(
         "--temperature",
         type=float,
-        default=0.0,
+        default=temperature,
         metavar="T",
-        help="0, the default, takes the most likely token: the same answer every time; "
-        "higher is more varied, 0.7 is usual",
+        help="0 takes the most likely token, the same answer every time; higher is more varied "
+        "(default %(default)s)",
     )
     add("--top-k", type=int, default=0, metavar="K", help="sample among the K most likely tokens")
-    add("--top-p", type=float, default=1.0, metavar="P", help="sample among the tokens that make up P")
+    add(
+        "--top-p",
+        type=float,
+        default=top_p,
+        metavar="P",
+        help="sample among the most likely tokens that make up P (default %(default)s)",
+    )
     add("--min-p", type=float, default=0.0, metavar="P", help="drop tokens below P times the most likely")
     add("--repetition-penalty", type=float, default=1.0, metavar="X", help="above 1 discourages repetition")
     add("--presence-penalty", type=float, default=0.0, metavar="X", help="from -2 to 2")
