@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import TracebackType
 
 from tqdm.auto import tqdm  # pyright: ignore[reportMissingModuleSource]
@@ -11,29 +12,22 @@ _DELAY_SECONDS = 1.0
 
 
 class StageBars:
-    """A bar for each stage that takes more than a second. Called with the stage, what is done, the total."""
+    """A bar for each stage that takes more than a second; stages may go on side by side, each on a thread."""
 
     def __init__(self, shown: bool) -> None:
         self._shown = shown
-        self._stage: str | None = None
-        self._bar: tqdm | None = None
+        self._bars: dict[str, tqdm] = {}
+        self._lock = threading.Lock()
 
     def __call__(self, stage: str, done: int, total: int) -> None:
-        if stage != self._stage or self._bar is None:
-            self._close()
-            words, unit = _WORDS.get(stage, (stage, "steps"))
-            self._stage = stage
-            self._bar = tqdm(
-                desc=words,
-                unit=f" {unit}",
-                total=total,
-                delay=_DELAY_SECONDS,
-                disable=not self._shown,
-                leave=False,
-            )
-        self._bar.update(done - self._bar.n)
-        if done == total:
-            self._close()
+        """So much of a stage is done."""
+        with self._lock:
+            if stage not in self._bars:
+                self._bars[stage] = self._make_bar(stage, total)
+            bar = self._bars[stage]
+            bar.update(done - bar.n)
+            if done == total:
+                bar.close()
 
     def __enter__(self) -> StageBars:
         return self
@@ -41,9 +35,17 @@ class StageBars:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._close()
+        with self._lock:
+            for bar in self._bars.values():
+                bar.close()
 
-    def _close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
+    def _make_bar(self, stage: str, total: int) -> tqdm:
+        words, unit = _WORDS.get(stage, (stage, "steps"))
+        return tqdm(
+            desc=words,
+            unit=f" {unit}",
+            total=total,
+            delay=_DELAY_SECONDS,
+            disable=not self._shown,
+            leave=False,
+        )

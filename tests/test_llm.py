@@ -19,6 +19,7 @@ from jaxserve.engine.build import EngineOptions
 from jaxserve.loop import LoopStoppedError
 from jaxserve.opened_model import EngineSettings
 from jaxserve.plan import StepHandle, StepResult
+from jaxserve.progress import StageBars
 from tests.fake_engine import FakeEngine, expected_answer
 from tests.fake_model import BOS, FakeModel
 
@@ -135,6 +136,19 @@ def test_settings_are_the_fields_of_the_engine_options() -> None:
 def test_a_model_that_is_not_there() -> None:
     with pytest.raises(ValueError, match="'nonesuch' names no model"):
         LLM("nonesuch")
+
+
+def test_bars_of_stages_that_go_on_side_by_side(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jaxserve.progress._DELAY_SECONDS", 0.0)
+    for shown in (True, False):
+        with StageBars(shown) as bars:
+            for done in range(1, 4):
+                bars("load", done, 3)
+                bars("compile", done, 5)
+        err = capsys.readouterr().err
+        assert ("Loading" in err, "Compiling" in err) == (shown, shown)
 
 
 # Chat ------------------------------------------------------------------------------------------------------
