@@ -16,11 +16,10 @@ _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
 def enable_compilation_cache(folder: Path) -> None:
-    """Keep every compiled program under `folder`, unless the user has already chosen a place."""
-    if jax.config.jax_compilation_cache_dir is not None:
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    jax.config.update("jax_compilation_cache_dir", str(folder))
+    """Keep every compiled program under `folder`, or where the user has already chosen to."""
+    if jax.config.jax_compilation_cache_dir is None:
+        folder.mkdir(parents=True, exist_ok=True)
+        jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
