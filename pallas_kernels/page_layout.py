@@ -14,6 +14,7 @@ the page's tokens in the lanes: other shapes cost a relayout copy of the pool on
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import jax
@@ -61,6 +62,11 @@ class PageLayout:
 
     def scales_shape(self, num_layers: int) -> tuple[int, int, int]:
         return (num_layers * self.num_pages, 2 * self.num_kv_heads, self.page_size)
+
+    def num_bytes(self, num_layers: int) -> int:
+        """Bytes of the group's pool and scales."""
+        pool_bytes = math.prod(self.pool_shape(num_layers)) * jnp.dtype(self.storage).itemsize
+        return pool_bytes + (4 * math.prod(self.scales_shape(num_layers)) if self.quantised else 0)
 
     def to_storage(self, values: jax.Array) -> jax.Array:
         """Numbers in the format, as what the pool's array holds."""

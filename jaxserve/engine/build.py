@@ -16,9 +16,11 @@ from jaxserve.engine.compile_cache import compile_counter, enable_compilation_ca
 from jaxserve.engine.engine import DeviceEngine
 from jaxserve.engine.parameters import place_parameters
 from jaxserve.engine.programs import compile_programs
+from jaxserve.engine.state import MAX_EOS_IDS
 from jaxserve.model.parameters import model_parameters
 from jaxserve.model.transformer import LayerLoop
 from jaxserve.weights import Checkpoint, cache_home
+from pallas_kernels.page_layout import PageLayout
 
 Progress = Callable[[str, int, int], None]
 """Called, from either of two threads, with "load" or "compile", what is done so far, and the total."""
@@ -27,6 +29,12 @@ CPU_KV_MEMORY = 2**30
 DEVICE_MEMORY_SHARE = 0.9
 SHAPE_INVARIANT_ROWS = 4
 """XLA on CPU multiplies a single row with another kernel, in another order, than two or more."""
+
+_CHOICES = {
+    "dtype": ("auto", "float32", "bfloat16"),
+    "kv_format": ("auto", "float32", "bfloat16", "int8"),
+    "logprobs_mode": ("raw", "processed"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +60,20 @@ class EngineOptions:
     deterministic: bool = False
     """Shape-invariant numerics: a row's logits are bitwise the same whatever shares its step."""
     logprobs_mode: LogprobsMode = "raw"
+    """Log-probabilities of the model itself, or of the distribution that was sampled from."""
     max_logprobs: int = 20
+    """Most alternatives that a request may ask for at each position."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_model_len", "num_slots", "page_size", "kv_memory", "num_pages", "max_chunk"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name} {value!r} is not a whole number from 1 up")
+        if not isinstance(self.max_logprobs, int) or self.max_logprobs < 1:
+            raise ValueError(f"max_logprobs {self.max_logprobs!r} is not a whole number from 1 up")
+        for name, known in _CHOICES.items():
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} {getattr(self, name)!r} is not one of {', '.join(known)}")
 
 
 def build_engine(
@@ -84,14 +105,15 @@ def resolve_config(
     model: ModelConfig, options: EngineOptions, platform: str, dtype: FloatFormat, max_model_len: int
 ) -> EngineConfig:
     """Every size that the engine compiles against."""
+    if len(model.eos_token_ids) > MAX_EOS_IDS:
+        raise ValueError(f"{len(model.eos_token_ids)} end-of-sequence ids; the limit is {MAX_EOS_IDS}")
     on_cpu = platform == "cpu"
     num_slots = options.num_slots or (16 if on_cpu else 64)
     page_size = options.page_size or (16 if on_cpu else 64)
     max_chunk = options.max_chunk or (256 if on_cpu else 1024)
     kv_format: KvFormat = dtype if options.kv_format == "auto" else options.kv_format
-    max_running_len = max_chunk + num_slots
     num_pages = _resolve_pages(
-        model, options, platform, kv_format, page_size, num_slots, max_model_len, max_running_len
+        model, options, platform, kv_format, page_size, num_slots, max_model_len, max_chunk + num_slots
     )
     return EngineConfig(
         model=model,
@@ -154,11 +176,8 @@ def _resolve_pages(
     if options.num_pages is not None:
         return tuple(min(options.num_pages, most) for most in wanted)
     layers = [sum(kind.window == window for kind in model.layers) for window in model.windows]
-    lanes = 128 if model.head_size <= 64 else 2 * -(-model.head_size // 128) * 128
-    token_bytes = model.num_kv_heads * lanes * np.dtype(_storage(kv_format)).itemsize
-    if kv_format == "int8":
-        token_bytes += 2 * model.num_kv_heads * 4
-    page_bytes = [count * page_size * token_bytes for count in layers]
+    page = PageLayout(page_size, model.num_kv_heads, model.head_size, 1, kv_format, kv_format)
+    page_bytes = [page.num_bytes(count) for count in layers]
     budget = options.kv_memory or _default_kv_memory(platform)
     share = min(1.0, budget / sum(pages * size for pages, size in zip(wanted, page_bytes, strict=True)))
     num_pages = tuple(int(pages * share) for pages in wanted)
@@ -167,10 +186,6 @@ def _resolve_pages(
             f"{budget} bytes of KV memory hold {num_pages} pages of {page_size} tokens; at least 2 are needed"
         )
     return num_pages
-
-
-def _storage(kv_format: KvFormat) -> str:
-    return {"float32": "float32", "bfloat16": "uint16", "int8": "int8"}[kv_format]
 
 
 def _default_kv_memory(platform: str) -> int:

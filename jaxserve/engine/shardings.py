@@ -1,0 +1,65 @@
+"""Where each array of the parameters and of the device state lies on a mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxserve.config import ModelConfig
+from jaxserve.engine.state import DeviceState
+from jaxserve.model.cache import CACHE_AXES, Cache, CacheGroup
+from jaxserve.model.parameters import ParameterInfo, layer_parameters, model_parameters
+from sharding import named_sharding
+
+
+def parameter_shardings(params: Mapping[str, Any], model: ModelConfig, mesh: Mesh) -> dict[str, Any]:
+    """A tree of NamedSharding in the form of a parameter tree.
+
+    Args:
+        params: arrays or their shapes, as from `abstract_parameters`.
+        model: their model.
+        mesh: the devices to place them on.
+
+    A stack over repetitions keeps its leading axis whole. Raises ValueError, naming the axis and the sizes,
+    where the mesh does not divide an axis.
+    """
+    outer = {name: info for name, info in model_parameters(model) if not name.startswith("layers.")}
+    tree: dict[str, Any] = {name: _place(params[name], info, mesh) for name, info in outer.items()}
+    tree["segments"] = tuple(
+        tuple(
+            {name: _place(entries[name], info, mesh) for name, info in layer_parameters(model, kind).items()}
+            for kind, entries in zip(segment.pattern, positions, strict=True)
+        )
+        for segment, positions in zip(model.segments, params["segments"], strict=True)
+    )
+    return tree
+
+
+def state_shardings(state: DeviceState, mesh: Mesh) -> DeviceState:
+    """A DeviceState of NamedSharding: pools and scales cut by KV heads, the rest on every device.
+
+    `state` holds arrays or their shapes. Raises ValueError where the mesh does not divide the pools.
+    """
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    return jax.tree.map(lambda _: everywhere, state).replace(cache=_cache_shardings(state.cache, mesh))
+
+
+def _cache_shardings(cache: Cache, mesh: Mesh) -> Any:
+    return tuple(
+        CacheGroup(
+            pool=named_sharding(group.pool.shape, CACHE_AXES, mesh),
+            scales=None if group.scales is None else named_sharding(group.scales.shape, CACHE_AXES, mesh),
+        )
+        for group in cache
+    )
+
+
+def _place(entry: Any, info: ParameterInfo, mesh: Mesh) -> Any:
+    """The sharding of one array, of a stack of them, or of each of a tuple."""
+    if isinstance(entry, tuple):
+        return tuple(named_sharding(array.shape, info.axes, mesh) for array in entry)
+    stacked = len(entry.shape) > len(info.axes)
+    return named_sharding(entry.shape, (None, *info.axes) if stacked else info.axes, mesh)
