@@ -11,6 +11,9 @@ import jax.numpy as jnp
 from jaxserve.config import EngineConfig, ModelConfig
 from pallas_kernels.page_layout import PageLayout
 
+CACHE_AXES = (None, "kv_heads", None)
+"""Logical axes of a pool and of its scales: both are head-major, so that a shard holds whole heads."""
+
 
 @flax.struct.dataclass
 class CacheGroup:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jaxserve.config import ModelConfig
 from jaxserve.model.layers import swiglu
-from pallas_kernels.grouped_matmul import grouped_matmul
+from pallas_kernels.grouped_mlp import grouped_mlp
+from sharding import per_shard, shard_index, shard_sum
+
+STACK_AXES = (None, "experts", None, None, None), (None, "experts", None, None)
+"""Logical axes of the stacks of gate and up matrices, and of down matrices."""
 
 
 def route(x_TD: jax.Array, router_ED: jax.Array, model: ModelConfig) -> tuple[jax.Array, jax.Array]:
@@ -27,41 +34,66 @@ def expert_mlp(
     x_TD: jax.Array,
     valid_T: jax.Array,
     router_ED: jax.Array,
-    gate_up: jax.Array,
-    down: jax.Array,
-    first_group: jax.Array | int,
+    gate_up_LE2FD: jax.Array,
+    down_LEDF: jax.Array,
+    layer: jax.Array | int,
     model: ModelConfig,
     *,
     tile_rows: int,
+    mesh: Mesh | None = None,
 ) -> jax.Array:
     """`[T, D]`: each row through its experts, weighted.
 
     Args:
         x_TD: rows; those not `valid_T` are padding and reach no expert.
         router_ED: float32 router of this layer.
-        gate_up: `[X, 2, F, D]`, the experts of one or more layers in one stack.
-        down: `[X, D, F]`, likewise.
-        first_group: index of this layer's first expert in the stacks.
+        gate_up_LE2FD: the experts of one or more layers.
+        down_LEDF: likewise.
+        layer: which of these layers it is.
         tile_rows: rows of one expert multiplied at a time.
+        mesh: the devices over which the experts are spread; each runs its own and the results are added up.
     """
-    num_rows, hidden = x_TD.shape
-    num_choices = model.experts_per_token
     expert_Tk, weight_Tk = route(x_TD, router_ED, model)
-    # Padding sorts behind every expert, and is counted in no group.
-    expert_M = jnp.where(valid_T[:, None], expert_Tk, model.num_experts).reshape(-1)
-    order_M = jnp.argsort(expert_M, stable=True)
-    group_sizes_E = jnp.sum(
-        expert_M[:, None] == jnp.arange(model.num_experts, dtype=jnp.int32)[None], axis=0, dtype=jnp.int32
+    # Padding chooses an expert that no device has.
+    expert_Tk = jnp.where(valid_T[:, None], expert_Tk, model.num_experts)
+    run = per_shard(
+        functools.partial(_own_experts, model=model, tile_rows=tile_rows, mesh=mesh),
+        mesh,
+        in_axes=((), (), (), *STACK_AXES, ()),
+        out_axes=(),
     )
-    x_MD = x_TD[order_M // num_choices]
-    gate_up_XND = gate_up.reshape(gate_up.shape[0], -1, hidden)
-    gate_up_MN = grouped_matmul(x_MD, gate_up_XND, group_sizes_E, first_group, tile_rows=tile_rows)
-    hidden_MF = swiglu(gate_up_MN.reshape(gate_up_MN.shape[0], 2, -1), model.activation)
-    out_MD = grouped_matmul(hidden_MF, down, group_sizes_E, first_group, tile_rows=tile_rows)
-    # Back to the rows' own order, so that a row sums its experts likeliest first whatever shares its step.
-    out_TkD = jnp.zeros_like(out_MD).at[order_M].set(out_MD).reshape(num_rows, num_choices, hidden)
-    weighted_TkD = out_TkD.astype(jnp.float32) * weight_Tk[..., None]
-    total_TD = weighted_TkD[:, 0]
-    for choice in range(1, num_choices):
-        total_TD = total_TD + weighted_TkD[:, choice]
-    return jnp.where(valid_T[:, None], total_TD, 0.0).astype(x_TD.dtype)
+    layer = jnp.asarray(layer, jnp.int32)
+    return run(x_TD, expert_Tk, weight_Tk, gate_up_LE2FD, down_LEDF, layer).astype(x_TD.dtype)
+
+
+def _own_experts(
+    x_TD: jax.Array,
+    expert_Tk: jax.Array,
+    weight_Tk: jax.Array,
+    gate_up_LE2FD: jax.Array,
+    down_LEDF: jax.Array,
+    layer: jax.Array,
+    *,
+    model: ModelConfig,
+    tile_rows: int,
+    mesh: Mesh | None,
+) -> jax.Array:
+    """Float32 `[T, D]`: the sum over all devices, each of which sees its part of the experts."""
+    num_own = gate_up_LE2FD.shape[1]
+    expert_M = expert_Tk.reshape(-1) - shard_index("experts", mesh) * num_own
+    # Other devices' experts, and padding, sort behind every one of ours and are counted in no group.
+    expert_M = jnp.where((expert_M >= 0) & (expert_M < num_own), expert_M, num_own)
+    order_M = jnp.argsort(expert_M, stable=True).astype(jnp.int32)
+    own_E = jnp.arange(num_own, dtype=jnp.int32)
+    out_TD = grouped_mlp(
+        x_TD,
+        order_M // model.experts_per_token,
+        weight_Tk.reshape(-1)[order_M],
+        gate_up_LE2FD.reshape(-1, *gate_up_LE2FD.shape[2:]),
+        down_LEDF.reshape(-1, *down_LEDF.shape[2:]),
+        jnp.sum(expert_M[:, None] == own_E[None], axis=0, dtype=jnp.int32),
+        layer * num_own,
+        activate=functools.partial(swiglu, activation=model.activation),
+        tile_rows=tile_rows,
+    )
+    return shard_sum(out_TD, "experts", mesh)

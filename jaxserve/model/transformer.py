@@ -14,18 +14,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jaxserve.config import EngineConfig, LayerKind, ModelConfig, Segment
+from jaxserve.model.attention import write_and_attend
 from jaxserve.model.cache import Cache, LayerPlace, layer_places
 from jaxserve.model.experts import expert_mlp
 from jaxserve.model.layers import apply_rope, linear, linear_flat, rms_norm, rope_tables, swiglu
 from jaxserve.model.parameters import EXPERT_NAMES
-from pallas_kernels.kv_write import kv_write
+from jaxserve.model.rows import Rows
 from pallas_kernels.page_layout import PageLayout
-from pallas_kernels.ragged_paged_attention import AttentionParams, ragged_paged_attention
+from pallas_kernels.ragged_paged_attention import AttentionParams
 
 LayerLoop = Literal["stacked", "switched", "unrolled"]
 """How the loop over layers finds a layer's matrices.
@@ -65,27 +66,8 @@ class LayerWeights:
         return jax.lax.switch(self.repetition, branches, x)
 
     def experts(self, name: str) -> jax.Array:
-        """The stack `[count * E, ...]` of all repetitions' experts."""
-        stack = self.parameters[name]
-        return stack.reshape(-1, *stack.shape[2:])
-
-
-@flax.struct.dataclass
-class Rows:
-    """The ragged batch as the layers need it, derived once a step."""
-
-    position_T: jax.Array
-    """int32 position of each row in its sequence."""
-    valid_T: jax.Array
-    """bool, False for padding."""
-    page_TG: tuple[jax.Array, ...]
-    """For each cache group, int32 `[T]`: the page of the row's token (0, the sink, if padding)."""
-    page_table: tuple[jax.Array, ...]
-    """For each cache group, int32 `[S, P]`."""
-    query_start_S1: jax.Array
-    """int32 `[S + 1]` first row of each sequence."""
-    context_len_S: jax.Array
-    """int32 tokens of each sequence once this step is done; 0 if padding."""
+        """The stack `[count, E, ...]` of all repetitions' experts."""
+        return self.parameters[name]
 
 
 @dataclass(frozen=True)
@@ -95,6 +77,8 @@ class Transformer:
     config: EngineConfig
     layouts: tuple[PageLayout, ...]
     layer_loop: LayerLoop
+    mesh: Mesh | None = None
+    """The devices over which parameters and caches are spread; None for one device."""
 
     @property
     def model(self) -> ModelConfig:
@@ -197,9 +181,10 @@ class Transformer:
                 layer.small("router"),
                 gate_up,
                 down,
-                layer.repetition * model.num_experts,
+                layer.repetition,
                 model,
                 tile_rows=16 if self.config.deterministic else min(16, x_TD.shape[0]),
+                mesh=self.mesh,
             )
         else:
             gate_up_T2F = layer.linear("gate_up", normed_TD)
@@ -230,24 +215,14 @@ class Transformer:
             q_THh = rms_norm(q_THh, layer.small("q_norm"), model.norm_eps)
             k_TKh = rms_norm(k_TKh, layer.small("k_norm"), model.norm_eps)
         q_THh, k_TKh = apply_rope(q_THh, *rope), apply_rope(k_TKh, *rope)
-        first_page = index * layout.num_pages
-        pages, scales = kv_write(
-            cache[group].pool,
-            cache[group].scales,
+        mixed_THh, updated = write_and_attend(
+            q_THh,
             k_TKh,
             v_TKh,
-            rows.page_TG[group] + first_page,
-            rows.position_T % layout.page_size,
-            layout=layout,
-        )
-        mixed_THh = ragged_paged_attention(
-            q_THh,
-            pages,
-            scales,
-            rows.page_table[group],
-            rows.query_start_S1,
-            rows.context_len_S,
-            first_page,
+            cache[group],
+            rows,
+            group,
+            index * layout.num_pages,
             layout=layout,
             params=AttentionParams(
                 scale=model.attention_scale,
@@ -257,8 +232,8 @@ class Transformer:
                 exact_order=self.config.deterministic,
             ),
             single=single,
+            mesh=self.mesh,
         )
-        updated = cache[group].replace(pool=pages, scales=scales)
         cache = (*cache[:group], updated, *cache[group + 1 :])
         mixed = mixed_THh.reshape(num_rows, model.num_kv_heads, model.queries_per_kv, model.head_size)
         return layer.linear("o", mixed), cache
