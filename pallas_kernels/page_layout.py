@@ -8,8 +8,9 @@ A pool is one flat array `[num_layers * num_pages, rows, 128]`; layer `l` of a g
 - Larger: the key's planes (`ceil(head_size / 128)`), then the value's.
 
 Lanes past the head size are zero. An int8 pool has a sibling array of scales
-`[num_layers * num_pages, 2 * num_kv_heads, page_size]` (a head's key scales, then its value scales), with
-the page's tokens in the lanes: other shapes cost a relayout copy of the pool on TPU.
+`[num_layers * num_pages, scale_rows, scale_lanes]`, head-major too: a head's key scales of the page's tokens,
+then its value scales, in rows of 128 lanes (fewer where a head needs fewer). An array whose last axis is not
+exactly 128 gets another layout from XLA on TPU for each of its uses, and is copied whole between them.
 """
 
 from __future__ import annotations
@@ -60,8 +61,16 @@ class PageLayout:
     def pool_shape(self, num_layers: int) -> tuple[int, int, int]:
         return (num_layers * self.num_pages, self.rows, LANES)
 
+    @property
+    def scale_lanes(self) -> int:
+        return min(2 * self.page_size, LANES)
+
+    @property
+    def scale_rows(self) -> int:
+        return self.num_kv_heads * 2 * self.page_size // self.scale_lanes
+
     def scales_shape(self, num_layers: int) -> tuple[int, int, int]:
-        return (num_layers * self.num_pages, 2 * self.num_kv_heads, self.page_size)
+        return (num_layers * self.num_pages, self.scale_rows, self.scale_lanes)
 
     def num_bytes(self, num_layers: int) -> int:
         """Bytes of the group's pool and scales."""

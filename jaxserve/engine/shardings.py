@@ -39,12 +39,16 @@ def parameter_shardings(params: Mapping[str, Any], model: ModelConfig, mesh: Mes
 
 
 def state_shardings(state: DeviceState, mesh: Mesh) -> DeviceState:
-    """A DeviceState of NamedSharding: pools and scales cut by KV heads, the rest on every device.
+    """A DeviceState of NamedSharding: pools and scales cut by KV heads, token counts by vocabulary.
 
     `state` holds arrays or their shapes. Raises ValueError where the mesh does not divide the pools.
     """
     everywhere = NamedSharding(mesh, PartitionSpec())
-    return jax.tree.map(lambda _: everywhere, state).replace(cache=_cache_shardings(state.cache, mesh))
+    return jax.tree.map(lambda _: everywhere, state).replace(
+        cache=_cache_shardings(state.cache, mesh),
+        # Read and written beside logits, which are cut by vocabulary: whole, it would double their memory.
+        counts=named_sharding(state.counts.shape, (None, "vocab"), mesh),
+    )
 
 
 def _cache_shardings(cache: Cache, mesh: Mesh) -> Any:

@@ -22,7 +22,7 @@ class CacheGroup:
     pool: jax.Array
     """[num_layers * num_pages, rows, 128] in the group's PageLayout."""
     scales: jax.Array | None
-    """[num_layers * num_pages, 2 * K, page_size] float32 for an int8 pool, else None."""
+    """[num_layers * num_pages, scale_rows, scale_lanes] float32 for an int8 pool, else None."""
 
 
 Cache = tuple[CacheGroup, ...]

@@ -22,11 +22,11 @@ def kv_write_reference(
     if scales is not None:
         k_TKh, k_scale_TK = _quantise(k_TKh)
         v_TKh, v_scale_TK = _quantise(v_TKh)
-        scale_TK2 = jnp.stack([k_scale_TK, v_scale_TK], axis=-1)
-        kind = jnp.arange(2 * layout.num_kv_heads, dtype=jnp.int32)
-        scales = scales.at[page_T[:, None], kind[None], offset_T[:, None]].set(
-            scale_TK2.reshape(-1, 2 * layout.num_kv_heads), mode="promise_in_bounds"
-        )
+        part = jnp.arange(2 * layout.num_kv_heads, dtype=jnp.int32)
+        place_Tx = part[None] * layout.page_size + offset_T[:, None]
+        scales = scales.at[
+            page_T[:, None], place_Tx // layout.scale_lanes, place_Tx % layout.scale_lanes
+        ].set(jnp.stack([k_scale_TK, v_scale_TK], -1).reshape(place_Tx.shape), mode="promise_in_bounds")
     plane_TKE = layout.join(k_TKh, v_TKh)
     plane = jnp.arange(layout.num_kv_heads * layout.planes, dtype=jnp.int32)
     row_TKE = (page_T[:, None] * layout.rows + offset_T[:, None]) + plane[None] * layout.page_size

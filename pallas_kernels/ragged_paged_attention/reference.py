@@ -185,13 +185,14 @@ def _gather_block(
     num_tiles, num_pages = page_Np.shape
     plane = jnp.arange(num_kv_heads * planes, dtype=jnp.int32).reshape(num_kv_heads, planes)
     slice_NKEp = page_Np[:, None, None] * (num_kv_heads * planes) + plane[None, :, :, None]
-    slices = pool.reshape(-1, page_size * LANES)
+    slices = pool.reshape(-1, page_size, LANES)
     stored = slices.at[slice_NKEp].get(mode="promise_in_bounds")
     stored = stored.reshape(num_tiles, num_kv_heads, planes, num_pages * page_size, LANES)
     k_NKth, v_NKth = layout.split(layout.from_storage(stored).astype(jnp.float32))
     if scales is not None:
-        scale_Np2Kt = scales.at[page_Np].get(mode="promise_in_bounds")
-        scale_N2Kt = jnp.swapaxes(scale_Np2Kt, 1, 2).reshape(num_tiles, num_kv_heads, 2, -1)
-        k_NKth = k_NKth * scale_N2Kt[:, :, 0, :, None]
-        v_NKth = v_NKth * scale_N2Kt[:, :, 1, :, None]
+        scale = scales.at[page_Np].get(mode="promise_in_bounds")
+        scale_Npx = scale.reshape(num_tiles, num_pages, 2 * num_kv_heads, page_size)
+        scale_NK2t = jnp.swapaxes(scale_Npx, 1, 2).reshape(num_tiles, num_kv_heads, 2, -1)
+        k_NKth = k_NKth * scale_NK2t[:, :, 0, :, None]
+        v_NKth = v_NKth * scale_NK2t[:, :, 1, :, None]
     return k_NKth, v_NKth

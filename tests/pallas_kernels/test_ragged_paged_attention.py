@@ -43,6 +43,8 @@ CASES = [
     Case(128, 2, 1, "bfloat16", "bfloat16", tolerance=2e-2),
     Case(96, 2, 1, "int8", "int8", tolerance=4e-2),
     Case(64, 2, 2, "int8", "int8", window=33, tolerance=4e-2),
+    Case(64, 2, 2, "int8", "int8", page_size=64, tolerance=4e-2),
+    Case(128, 2, 2, "int8", "int8", page_size=128, tolerance=4e-2),
 ]
 
 
