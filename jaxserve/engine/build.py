@@ -27,6 +27,7 @@ Progress = Callable[[str, int, int], None]
 
 CPU_KV_MEMORY = 2**30
 DEVICE_MEMORY_SHARE = 0.9
+FEW_SLOTS = 4
 SHAPE_INVARIANT_ROWS = 4
 """XLA on CPU multiplies a single row with another kernel, in another order, than two or more."""
 
@@ -121,7 +122,8 @@ def resolve_config(
         max_model_len=max_model_len,
         num_slots=num_slots,
         decode_rows=_ladder(SHAPE_INVARIANT_ROWS if options.deterministic else 1, num_slots),
-        chunk_rows=_ladder(16, max(max_chunk, num_slots)),
+        # Every rung is a program to compile or read: with few sequences, starting fast matters more.
+        chunk_rows=_ladder(16 if num_slots > FEW_SLOTS else 64, max(max_chunk, num_slots)),
         compute_format=dtype,
         max_logprobs=min(options.max_logprobs, model.vocab_size),
         logprobs_mode=options.logprobs_mode,

@@ -39,6 +39,8 @@ def test_a_cpu_engine_has_few_shapes() -> None:
     assert config.decode_rows == (1, 4, 16)
     assert config.chunk_rows == (16, 64, 256)
     assert config.num_slots == 16
+    assert resolved(EngineOptions(num_slots=1)).chunk_rows == (64, 256)
+    assert resolved(EngineOptions(num_slots=1, max_chunk=40)).chunk_rows == (64,)
 
 
 def test_shape_invariant_numerics_have_no_single_row() -> None:
