@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
-from jaxserve.loop import HostLoop, LoopStoppedError
+from jaxserve.loop import HostLoop, LoopSnapshot, LoopStoppedError
 from jaxserve.outputs import AnswerDelta
 from jaxserve.plan import EngineLimits, SamplingParams
 
@@ -49,6 +49,19 @@ class AnswerStream:
         if item.output is not None:
             self._end()
         return item
+
+    def take_ready(self) -> list[AnswerDelta]:
+        """The deltas that have arrived already, without waiting; a failure is left for the iteration."""
+        ready: list[AnswerDelta] = []
+        while not (self._ended or self._queue.empty()):
+            item = self._queue.get_nowait()
+            if isinstance(item, LoopStoppedError):
+                self._queue.put_nowait(item)  # Nothing follows a failure, so it stays the last.
+                break
+            if item.output is not None:
+                self._end()
+            ready.append(item)
+        return ready
 
     async def aclose(self) -> None:
         """Stop listening; a request that has not ended is aborted. Does not wait for that."""
@@ -95,6 +108,8 @@ class Engine:
         self._closing = False
         self._failure: LoopStoppedError | None = None
         self._numbers = itertools.count()
+        self._snapshot = loop.snapshot()
+        """Replaced as a whole by the thread after each step, so reading it needs no lock."""
         self._thread = threading.Thread(target=self._run, name="jaxserve-loop", daemon=True)
         self._thread.start()
 
@@ -106,6 +121,15 @@ class Engine:
     def failure(self) -> BaseException | None:
         """What stopped the engine, if something did."""
         return None if self._failure is None else self._failure.__cause__
+
+    @property
+    def num_open(self) -> int:
+        """Requests that have been submitted and have not ended, the latest included."""
+        return len(self._subscribers)
+
+    def snapshot(self) -> LoopSnapshot:
+        """How the loop stood after its latest step."""
+        return self._snapshot
 
     def submit(
         self,
@@ -178,7 +202,9 @@ class Engine:
     def _run(self) -> None:
         try:
             while self._obey():
-                self._deliver(self._loop.step())
+                deltas = self._loop.step()
+                self._snapshot = self._loop.snapshot()
+                self._deliver(deltas)
         except BaseException as error:  # Kept for every stream and for close(): a thread has no caller.
             self._fail(error)
 

@@ -10,6 +10,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from jaxserve.answers import AnswerTextFactory, OpenRequest, TokenDecoder
 from jaxserve.outputs import AnswerDelta
@@ -19,6 +20,24 @@ from jaxserve.scheduling import Request, RequestState, ScheduledStep, Scheduler
 
 class LoopStoppedError(RuntimeError):
     """The loop has met an error of the engine and serves nothing any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoopSnapshot:
+    """How a loop stood after a step."""
+
+    num_open: int
+    """Requests that had not ended."""
+    num_running: int
+    """Samples in slots."""
+    num_waiting: int
+    """Samples in the queue."""
+    num_free_pages: tuple[int, ...]
+    """Of each cache group; page 0, which is never given out, is not among them."""
+    num_steps: int
+    """Steps collected since the loop began."""
+    num_sampled: int
+    """Tokens handed out since the loop began."""
 
 
 class HostLoop:
@@ -53,6 +72,8 @@ class HostLoop:
         self._open: dict[str, OpenRequest] = {}
         self._in_flight: deque[tuple[ScheduledStep, StepHandle]] = deque()
         self._deltas: list[AnswerDelta] = []
+        self._num_steps = 0
+        self._num_sampled = 0
         self.failure: BaseException | None = None
         """What stopped the loop."""
 
@@ -74,6 +95,17 @@ class HostLoop:
     def idle(self) -> bool:
         """Whether `step` has nothing to do and nothing to report."""
         return not (self._open or self._in_flight or self._deltas)
+
+    def snapshot(self) -> LoopSnapshot:
+        """How things stand now."""
+        return LoopSnapshot(
+            num_open=len(self._open),
+            num_running=self._scheduler.num_running,
+            num_waiting=self._scheduler.num_waiting,
+            num_free_pages=self._scheduler.num_free_pages,
+            num_steps=self._num_steps,
+            num_sampled=self._num_sampled,
+        )
 
     def check(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
         """Raise ValueError, naming the value and the limit, for a request that could never be served."""
@@ -175,6 +207,7 @@ class HostLoop:
 
     def _commit(self, step: ScheduledStep, result: StepResult) -> None:
         """Hand out what a step sampled. A request that ended while the step ran gets nothing."""
+        self._num_steps += 1
         now = self._clock()
         tokens: list[int] = result.tokens.tolist()
         row = 0
@@ -187,6 +220,7 @@ class HostLoop:
             if part.num_scored:
                 open_request.take_prompt_rows(part, result, first)
             if part.samples:
+                self._num_sampled += 1
                 delta, end = open_request.take_token(request, tokens[row - 1], result, row - 1, now)
                 if end is not None:
                     delta = self._finish(open_request, request, end, delta, now)

@@ -63,6 +63,11 @@ class Scheduler:
         return len(self._waiting)
 
     @property
+    def num_free_pages(self) -> tuple[int, ...]:
+        """Pages of each cache group that nobody holds and no step in flight may still use."""
+        return tuple(self._pool.num_free(group) for group in range(len(self.limits.num_pages)))
+
+    @property
     def num_in_flight(self) -> int:
         """Steps planned and not retired."""
         return len(self._in_flight)

@@ -1,0 +1,56 @@
+"""How a request may fail, in words that every door translates into its own."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class Status(Enum):
+    """Why a request was not answered. The names are gRPC's."""
+
+    INVALID_ARGUMENT = "invalid_argument"
+    """The request itself is wrong; the message names the value and the limit."""
+    UNAUTHENTICATED = "unauthenticated"
+    NOT_FOUND = "not_found"
+    """No such model."""
+    RESOURCE_EXHAUSTED = "resource_exhausted"
+    """Too much is waiting; worth another try after `retry_after`."""
+    DEADLINE_EXCEEDED = "deadline_exceeded"
+    CANCELLED = "cancelled"
+    """By the client."""
+    UNAVAILABLE = "unavailable"
+    """The server is going away; another one may answer."""
+    UNIMPLEMENTED = "unimplemented"
+    """The server does not have what the request asks for."""
+    INTERNAL = "internal"
+    """The engine has failed."""
+
+
+HTTP_CODES: dict[Status, int] = {
+    Status.INVALID_ARGUMENT: 400,
+    Status.UNAUTHENTICATED: 401,
+    Status.NOT_FOUND: 404,
+    Status.RESOURCE_EXHAUSTED: 429,
+    Status.DEADLINE_EXCEEDED: 504,
+    Status.CANCELLED: 499,
+    Status.UNAVAILABLE: 503,
+    Status.UNIMPLEMENTED: 501,
+    Status.INTERNAL: 500,
+}
+"""499 is nginx's for a client that has gone: nobody reads it but the logs."""
+
+
+class ServiceError(Exception):
+    """A request ends with a status and a sentence for its client."""
+
+    def __init__(self, status: Status, message: str, retry_after: float | None = None) -> None:
+        """`retry_after`: seconds after which another try is worth it, where that is known."""
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.retry_after = retry_after
+
+
+def engine_failed() -> ServiceError:
+    """What clients are told when the engine has stopped; the log has the cause."""
+    return ServiceError(Status.INTERNAL, "the engine has failed and serves nothing any more")

@@ -1,0 +1,99 @@
+"""The stream of one admitted request."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from types import TracebackType
+
+from jaxserve.async_engine import AnswerStream
+from jaxserve.loop import LoopStoppedError
+from jaxserve.outputs import AnswerDelta, RequestOutput
+from server.core.errors import ServiceError, Status, engine_failed
+
+OnEnd = Callable[[RequestOutput | None, ServiceError | None], object]
+
+
+class Generation:
+    """The deltas of one request, in order, in the event loop of the service.
+
+    Ends after the delta whose `output` is the finished request, or with a ServiceError. Whoever stops
+    listening aborts the request: by `aclose`, by the end of an `async with`, or by cancelling a task that
+    waits here. One that was aborted by name ends as an answer whose finish reason is "abort". A delta's own
+    request id is the engine's name of it, which differs from this one's where there are tenants.
+    """
+
+    def __init__(
+        self, request_id: str, prompt_token_ids: Sequence[int], stream: AnswerStream, on_end: OnEnd
+    ) -> None:
+        """`on_end` is called once: with the output, or with why there is none."""
+        self.request_id = request_id
+        self.prompt_token_ids = prompt_token_ids
+        self._stream = stream
+        self._on_end = on_end
+        self._ended = False
+        self._failure: ServiceError | None = None
+
+    def __aiter__(self) -> Generation:
+        return self
+
+    async def __anext__(self) -> AnswerDelta:
+        self._raise_failure()
+        try:
+            delta = await anext(self._stream)
+        except asyncio.CancelledError:
+            await self.aclose()
+            raise
+        except LoopStoppedError as error:
+            failure = engine_failed()
+            self.fail(failure)
+            raise failure from error
+        self._raise_failure()
+        self._watch_end(delta)
+        return delta
+
+    async def next_batch(self) -> list[AnswerDelta]:
+        """The next delta, and those that have come since a slow reader's last one; empty at the end."""
+        try:
+            deltas = [await anext(self)]
+        except StopAsyncIteration:
+            return []
+        for delta in self._stream.take_ready():
+            self._watch_end(delta)
+            deltas.append(delta)
+        return deltas
+
+    def fail(self, error: ServiceError) -> None:
+        """The stream ends with this error, which whoever reads it gets next; no effect on an ended one.
+
+        The engine's request is not aborted by it.
+        """
+        if not self._ended:
+            self._failure = error
+            self._end(None, error)
+
+    async def aclose(self) -> None:
+        """Stop listening; a request that has not ended is aborted. Does not wait for that."""
+        if not self._ended:
+            self._end(None, ServiceError(Status.CANCELLED, "the client has gone"))
+        await self._stream.aclose()
+
+    async def __aenter__(self) -> Generation:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _watch_end(self, delta: AnswerDelta) -> None:
+        if delta.output is not None:
+            self._end(delta.output, None)
+
+    def _end(self, output: RequestOutput | None, error: ServiceError | None) -> None:
+        self._ended = True
+        self._on_end(output, error)

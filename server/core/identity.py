@@ -1,0 +1,62 @@
+"""Which model answers, and in what precision: what a receipt is made of."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+
+from jaxserve.config import EngineConfig
+from jaxserve.opened_model import OpenedModel
+from jaxserve.text import Tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelIdentity:
+    """One served model, as far as it does not change while the server runs."""
+
+    name: str
+    """What requests call it."""
+    path: str
+    """Where it was read from."""
+    family: str
+    """Its architecture, such as "llama"."""
+    fingerprint: str
+    """Changes with the config and the weights."""
+    tokenizer_fingerprint: str
+    """Changes with the vocabulary, the rules of the tokenizer and the chat templates."""
+    precision: str
+    """Of weights and activations."""
+    kv_format: str
+    """Of the KV pool."""
+    device: str
+    """The platform that it runs on, such as "cpu"."""
+
+
+def identify(name: str, model: OpenedModel, config: EngineConfig, device: str) -> ModelIdentity:
+    """The identity of a loaded model.
+
+    Args:
+        name: what requests call it.
+        model: its files.
+        config: what the engine was compiled for.
+        device: the platform that it runs on.
+    """
+    return ModelIdentity(
+        name=name,
+        path=str(model.checkpoint.path),
+        family=config.model.family,
+        fingerprint=model.checkpoint.fingerprint,
+        tokenizer_fingerprint=tokenizer_fingerprint(model.tokenizer),
+        precision=config.compute_format,
+        kv_format=config.cache.kv_format,
+        device=device,
+    )
+
+
+def tokenizer_fingerprint(tokenizer: Tokenizer) -> str:
+    """A digest of all that decides which ids a text or a conversation becomes."""
+    rest = [tokenizer.special_tokens, tokenizer.chat_templates, tokenizer.eos_token_ids]
+    digest = hashlib.sha256(tokenizer.backend.to_str().encode())
+    digest.update(json.dumps(rest, sort_keys=True).encode())
+    return digest.hexdigest()[:32]

@@ -1,0 +1,105 @@
+"""What a door hands to the service, and what is kept of a request that has ended."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxserve.outputs import RequestOutput
+from jaxserve.plan import SamplingParams
+from jaxserve.text import Message
+from server.core.errors import ServiceError, Status
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateRequest:
+    """One prompt and how to answer it. Exactly one of text, token ids and messages is the prompt."""
+
+    text: str | None = None
+    """A text to encode; beside `token_ids` only the record of what they spell."""
+    token_ids: Sequence[int] | None = None
+    messages: Sequence[Message] | None = None
+    """A conversation, for the model's chat template."""
+    template_variables: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Further variables of the chat template, by name."""
+    add_special_tokens: bool = True
+    """Whether a text gets the tokens that the model expects around it, such as a beginning of sequence."""
+    params: SamplingParams = field(default_factory=SamplingParams)
+    until_full: bool = False
+    """The answer may take whatever the longest sequence leaves, instead of `params.max_tokens`."""
+    request_id: str | None = None
+    """A name that none of the tenant's open requests has; by default a fresh one."""
+    model: str | None = None
+    """The model that is to answer; by default the one that is served."""
+    tenant: str = ""
+    """Whose request it is: for the record, and only the same tenant may abort it."""
+    deadline: float | None = None
+    """Seconds from now after which the answer is worth nothing."""
+    priority: str = ""
+    """A priority class; there is one as yet, "default"."""
+    cache_namespace: str = ""
+    cache_read: bool = False
+    cache_write: bool = False
+    fallback_route: str = ""
+
+    def check(self) -> None:
+        """Raise ServiceError for a request without one prompt, or for what this server cannot do yet."""
+        text = self.text if self.token_ids is None else None
+        if sum(prompt is not None for prompt in (text, self.token_ids, self.messages)) != 1:
+            raise ServiceError(
+                Status.INVALID_ARGUMENT, "a request needs exactly one of text, token ids and messages"
+            )
+        if self.deadline is not None and math.isnan(self.deadline):
+            raise ServiceError(Status.INVALID_ARGUMENT, "the deadline is not a number of seconds")
+        if self.deadline is not None and self.deadline <= 0:
+            raise ServiceError(
+                Status.DEADLINE_EXCEEDED, f"the deadline, {self.deadline:.3f} s from now, has passed"
+            )
+        if self.priority not in ("", "default"):
+            raise ServiceError(
+                Status.INVALID_ARGUMENT,
+                f"priority class {self.priority!r} is unknown; there is only 'default'",
+            )
+        if self.cache_namespace or self.cache_read or self.cache_write:
+            raise ServiceError(
+                Status.UNIMPLEMENTED, "this server reuses no prefix: a request can name no cache to use"
+            )
+        if self.fallback_route:
+            raise ServiceError(
+                Status.UNIMPLEMENTED,
+                f"fallback route {self.fallback_route!r}: this server has one model and no routes",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Receipt:
+    """How an answer came about: enough to explain it, and with its seed to have it again."""
+
+    model: str
+    model_fingerprint: str
+    tokenizer_fingerprint: str
+    precision: str
+    kv_format: str
+    reused_tokens: int
+    """Prompt tokens whose keys and values were found in a cache."""
+    decoding: str
+    """"greedy" or "sampled"."""
+    seed: int
+    engine_version: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestRecord:
+    """A request that has ended, for logs and metrics."""
+
+    request: GenerateRequest
+    request_id: str
+    num_prompt_tokens: int
+    output: RequestOutput | None
+    """None where the stream ended early."""
+    error: ServiceError | None
+    """None where there is an output."""
+    receipt: Receipt | None
+    """With the output."""

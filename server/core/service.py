@@ -1,0 +1,312 @@
+"""One model as a service: admission, deadlines, draining, and the answers themselves."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jaxserve.async_engine import Engine
+from jaxserve.loop import LoopStoppedError
+from jaxserve.outputs import RequestOutput
+from jaxserve.plan import EngineLimits, SamplingParams
+from jaxserve.text import Message, Tokenizer
+from jaxserve.version import __version__
+from server.core.admission import Admission
+from server.core.errors import ServiceError, Status, engine_failed
+from server.core.generation import Generation
+from server.core.identity import ModelIdentity
+from server.core.request_log import log_request
+from server.core.requests import GenerateRequest, Receipt, RequestRecord
+from server.core.statistics import RateMeter, Statistics
+
+_LONG_TEXT = 10_000
+"""Characters from which on a text is encoded on a thread, so that no stream waits for it."""
+_DRAIN_POLL = 0.01
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """How busy the engine was after its latest step."""
+
+    num_running: int
+    """Samples in slots."""
+    num_waiting: int
+    """Samples in the queue."""
+    num_slots: int
+    num_free_pages: int
+    """Of the fullest cache group."""
+    num_pages: int
+    """Of the same group, the one that is never given out excepted."""
+    page_size: int
+    """Tokens on a page."""
+    tokens_per_second: float
+    """Sampled lately, over all requests."""
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of the pages that are held, from 0 to 1."""
+        return 1.0 - self.num_free_pages / self.num_pages
+
+
+class Service:
+    """One engine and its tokenizer behind every door. Use it in one event loop."""
+
+    def __init__(
+        self, identity: ModelIdentity, tokenizer: Tokenizer, engine: Engine, *, max_waiting: int = 1024
+    ) -> None:
+        """Serve a running engine, which stays the caller's to close.
+
+        Args:
+            identity: what is served.
+            tokenizer: the one that the engine's loop streams text with.
+            engine: runs on its own thread.
+            max_waiting: requests that may wait beyond those that the slots hold.
+        """
+        self.identity = identity
+        self.tokenizer = tokenizer
+        self.engine = engine
+        self.statistics = Statistics()
+        self.observers: list[Callable[[RequestRecord], object]] = []
+        """Called with each admitted request when it has ended; they must not raise."""
+        self.started_at = time.monotonic()
+        self._admission = Admission(engine.limits.num_slots, max_waiting)
+        self._meter = RateMeter()
+        self._draining = False
+        self._open: weakref.WeakValueDictionary[str, Generation] = weakref.WeakValueDictionary()
+        self._numbers = itertools.count()
+
+    @property
+    def limits(self) -> EngineLimits:
+        return self.engine.limits
+
+    @property
+    def draining(self) -> bool:
+        return self._draining
+
+    @property
+    def ready(self) -> bool:
+        """Whether a new request can be answered."""
+        return not self._draining and self.engine.failure is None
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        """Admit a request and return the stream of its deltas.
+
+        Raises ServiceError: INVALID_ARGUMENT for what could never be served, NOT_FOUND for another model,
+        RESOURCE_EXHAUSTED when too much waits, UNAVAILABLE while draining, UNIMPLEMENTED for what this
+        server does not have, INTERNAL after a failure of the engine.
+        """
+        arrival = time.monotonic()
+        try:
+            return await self._admit(request, arrival)
+        except ServiceError as error:
+            self.statistics.num_refused[error.status] += 1
+            raise
+
+    def abort(self, request_id: str, tenant: str = "") -> bool:
+        """End a tenant's request with what it has; False if the tenant has no such request open."""
+        name = _scoped(tenant, request_id)
+        if name not in self._open:
+            return False
+        self.engine.abort(name)
+        return True
+
+    async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text."""
+        if len(text) < _LONG_TEXT:
+            return self.tokenizer.encode(text, add_special_tokens)
+        return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens)
+
+    async def tokenize_messages(
+        self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None
+    ) -> list[int]:
+        """Token ids of a conversation, by the chat template, the assistant's turn opened unless `variables`,
+        which reach the template by name, say otherwise.
+
+        Raises ServiceError, INVALID_ARGUMENT, if there is no template or it refuses.
+        """
+        try:
+            rendered = self.tokenizer.render_chat(messages, **(variables or {}))
+        except (ValueError, TypeError) as error:
+            raise ServiceError(Status.INVALID_ARGUMENT, str(error)) from error
+        return await self.tokenize(rendered, add_special_tokens=False)
+
+    def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text that ids spell. Raises ServiceError for one outside the vocabulary."""
+        vocab_size = self.limits.vocab_size
+        for token_id in token_ids:
+            if not 0 <= token_id < vocab_size:
+                raise ServiceError(
+                    Status.INVALID_ARGUMENT,
+                    f"token id {token_id} is out of range: the vocabulary has {vocab_size} ids",
+                )
+        return self.tokenizer.decode(token_ids, skip_special_tokens)
+
+    def receipt(self, output: RequestOutput, params: SamplingParams) -> Receipt:
+        """How a finished answer came about."""
+        identity = self.identity
+        return Receipt(
+            model=identity.name,
+            model_fingerprint=identity.fingerprint,
+            tokenizer_fingerprint=identity.tokenizer_fingerprint,
+            precision=identity.precision,
+            kv_format=identity.kv_format,
+            reused_tokens=0,
+            decoding="greedy" if params.greedy else "sampled",
+            seed=output.seed,
+            engine_version=__version__,
+        )
+
+    def load(self) -> Load:
+        """How busy the engine is."""
+        snapshot, limits = self.engine.snapshot(), self.limits
+        free, total = min(
+            zip(snapshot.num_free_pages, limits.num_pages, strict=True),
+            key=lambda group: group[0] / (group[1] - 1),
+        )
+        return Load(
+            num_running=snapshot.num_running,
+            num_waiting=snapshot.num_waiting,
+            num_slots=limits.num_slots,
+            num_free_pages=free,
+            num_pages=total - 1,
+            page_size=limits.page_size,
+            tokens_per_second=self._meter.read(snapshot.num_sampled),
+        )
+
+    def check_model(self, model: str | None) -> None:
+        """Raise ServiceError, NOT_FOUND, unless this is the served model's name, or none."""
+        if model and model != self.identity.name:
+            raise ServiceError(
+                Status.NOT_FOUND, f"model {model!r} is not served here; {self.identity.name!r} is"
+            )
+
+    def start_draining(self) -> None:
+        """From now on new requests are refused as UNAVAILABLE."""
+        self._draining = True
+
+    async def drain(self, seconds: float) -> bool:
+        """Refuse new requests and wait for the open ones, so long at most; what is left then is ended as
+        UNAVAILABLE. Returns whether all had ended by themselves."""
+        self.start_draining()
+        limit = time.monotonic() + seconds
+        while self._open and time.monotonic() < limit:
+            # Polled, as a stream may also end by being dropped, which the collector sees on any thread.
+            await asyncio.sleep(_DRAIN_POLL)
+        left = list(self._open.values())
+        for generation in left:
+            generation.fail(
+                ServiceError(Status.UNAVAILABLE, "the server has shut down before the answer's end")
+            )
+            await generation.aclose()
+        return not left
+
+    async def _admit(self, request: GenerateRequest, arrival: float) -> Generation:
+        self._check_open()
+        request.check()
+        self.check_model(request.model)
+        self._admission.admit(self.engine.num_open)
+        token_ids = await self._encode(request)
+        self._check_open()  # Encoding may have taken a while.
+        request_id = request.request_id or f"generate-{next(self._numbers)}"
+        name = _scoped(request.tenant, request_id)
+        try:
+            params = self._params(request, len(token_ids))
+            stream = self.engine.submit(token_ids, params, name, prompt=request.text)
+        except ValueError as error:
+            raise ServiceError(Status.INVALID_ARGUMENT, str(error)) from error
+        except LoopStoppedError as error:
+            raise engine_failed() from error
+        self.statistics.num_admitted += 1
+        timers: list[asyncio.TimerHandle] = []
+
+        def on_end(output: RequestOutput | None, error: ServiceError | None) -> None:
+            for timer in timers:
+                timer.cancel()
+            self._end(name, self._record(request, request_id, len(token_ids), output, error))
+
+        generation = Generation(request_id, token_ids, stream, on_end)
+        self._open[name] = generation
+        if request.deadline is not None:
+            remaining = request.deadline - (time.monotonic() - arrival)
+            expire = functools.partial(self._expire, name, weakref.ref(generation), request.deadline)
+            timers.append(asyncio.get_running_loop().call_later(remaining, expire))
+        return generation
+
+    def _check_open(self) -> None:
+        if self._draining:
+            raise ServiceError(Status.UNAVAILABLE, "the server is shutting down and takes no new requests")
+        if self.engine.failure is not None:
+            raise engine_failed()
+
+    async def _encode(self, request: GenerateRequest) -> Sequence[int]:
+        if request.token_ids is not None:
+            return request.token_ids
+        if request.messages is not None:
+            return await self.tokenize_messages(request.messages, request.template_variables)
+        assert request.text is not None, "the request has been checked"
+        return await self.tokenize(request.text, add_special_tokens=request.add_special_tokens)
+
+    def _params(self, request: GenerateRequest, num_prompt: int) -> SamplingParams:
+        """The parameters in force. Raises ValueError where what the prompt leaves is out of their range."""
+        if not request.until_full:
+            return request.params
+        room = _longest_sequence(self.limits) - num_prompt
+        # A prompt that leaves no room is refused by the engine, which names the limit.
+        return replace(request.params, max_tokens=max(room, request.params.min_tokens, 1))
+
+    def _record(
+        self,
+        request: GenerateRequest,
+        request_id: str,
+        num_prompt_tokens: int,
+        output: RequestOutput | None,
+        error: ServiceError | None,
+    ) -> RequestRecord:
+        return RequestRecord(
+            request=request,
+            request_id=request_id,
+            num_prompt_tokens=num_prompt_tokens,
+            output=output,
+            error=error,
+            receipt=None if output is None else self.receipt(output, request.params),
+        )
+
+    def _end(self, name: str, record: RequestRecord) -> None:
+        self._open.pop(name, None)
+        self._admission.mark_end()
+        if record.output is not None:
+            self.statistics.count_output(record.output)
+        elif record.error is not None:
+            self.statistics.num_failed[record.error.status] += 1
+        log_request(record)
+        for observe in self.observers:
+            observe(record)
+
+    def _expire(self, name: str, reference: weakref.ref[Generation], seconds: float) -> None:
+        """A deadline has passed: the reader learns it from the delta with which the abort ends the stream."""
+        generation = reference()
+        if generation is not None:
+            message = f"the deadline of {seconds:.3f} s has passed"
+            generation.fail(ServiceError(Status.DEADLINE_EXCEEDED, message))
+            self.engine.abort(name)
+
+
+def _longest_sequence(limits: EngineLimits) -> int:
+    """Tokens that one sequence may have, also if the pool holds less than `max_model_len`."""
+    pools = [
+        (pages - 1) * limits.page_size + 1  # The last sampled token is never computed: it needs no room.
+        for window, pages in zip(limits.windows, limits.num_pages, strict=True)
+        if window == 0
+    ]
+    return min(limits.max_model_len, *pools)
+
+
+def _scoped(tenant: str, request_id: str) -> str:
+    """The engine's name of a request: two tenants may choose the same id."""
+    return f"{tenant}:{request_id}" if tenant else request_id

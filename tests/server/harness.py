@@ -1,0 +1,66 @@
+"""A service over the fake engine, and what several tests ask of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from jaxserve.async_engine import Engine
+from jaxserve.loop import HostLoop
+from jaxserve.opened_model import make_loop
+from jaxserve.plan import SamplingParams, StepHandle, StepResult
+from server.core import GenerateRequest, ModelIdentity, Service
+from server.core.identity import tokenizer_fingerprint
+from tests.fake_engine import FakeEngine, expected_answer
+from tests.fake_model import byte_tokenizer, fake_limits
+
+TOKENIZER = byte_tokenizer()
+IDENTITY = ModelIdentity(
+    name="fake",
+    path="/models/fake",
+    family="fake",
+    fingerprint="f" * 32,
+    tokenizer_fingerprint=tokenizer_fingerprint(TOKENIZER),
+    precision="float32",
+    kv_format="int8",
+    device="cpu",
+)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+ENDLESS = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
+
+
+class PacedEngine(FakeEngine):
+    """Takes a moment for each step, as a device would."""
+
+    pace = 0.002
+
+    def collect(self, handle: StepHandle) -> StepResult:
+        time.sleep(self.pace)
+        return super().collect(handle)
+
+
+@asynccontextmanager
+async def serving(
+    device: FakeEngine | None = None, *, max_waiting: int = 64
+) -> AsyncIterator[tuple[Service, HostLoop]]:
+    """A running service, and its loop to look at; afterwards every page and slot must be free."""
+    loop = make_loop(device or PacedEngine(fake_limits()), TOKENIZER)
+    engine = Engine(loop)
+    try:
+        yield Service(IDENTITY, TOKENIZER, engine, max_waiting=max_waiting), loop
+    finally:
+        if engine.failure is None:
+            engine.close()
+    loop.check_integrity()
+    assert loop.num_open == loop.num_running == 0
+
+
+async def answer(service: Service, request: GenerateRequest) -> list[int]:
+    """Token ids of a request's first sample, as they were streamed."""
+    return [token async for delta in await service.generate(request) for token in delta.token_ids]
+
+
+def expected(text: str, params: SamplingParams, seed: int = 0) -> list[int]:
+    """Token ids of the answer to a text."""
+    return expected_answer(fake_limits(), TOKENIZER.encode(text), params, seed)[0]
