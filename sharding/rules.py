@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+AnyMesh = Mesh | AbstractMesh
+"""Of devices, or of nothing but sizes and names."""
 
 TENSOR = "tensor"
 """The mesh axis along which the parts of one layer lie."""
@@ -22,13 +25,13 @@ RULES: Mapping[str, str] = {
 }
 
 
-def num_shards(axis: str | None, mesh: Mesh | None) -> int:
+def num_shards(axis: str | None, mesh: AnyMesh | None) -> int:
     """Into how many parts a mesh cuts a logical axis; 1 without a mesh."""
     mesh_axis = _mesh_axis(axis, mesh)
     return 1 if mesh is None or mesh_axis is None else mesh.shape[mesh_axis]
 
 
-def shard_size(axis: str | None, size: int, mesh: Mesh | None) -> int:
+def shard_size(axis: str | None, size: int, mesh: AnyMesh | None) -> int:
     """The part of a logical axis of `size` that one device holds.
 
     Raises ValueError, naming the axis and both sizes, if the mesh does not divide it.
@@ -42,12 +45,12 @@ def shard_size(axis: str | None, size: int, mesh: Mesh | None) -> int:
     return size // shards
 
 
-def partition_spec(axes: Sequence[str | None], mesh: Mesh | None) -> PartitionSpec:
+def partition_spec(axes: Sequence[str | None], mesh: AnyMesh | None) -> PartitionSpec:
     """Where the mesh cuts an array whose axes have these logical names (None: no name, never cut)."""
     return PartitionSpec(*(_mesh_axis(axis, mesh) for axis in axes))
 
 
-def named_sharding(shape: Sequence[int], axes: Sequence[str | None], mesh: Mesh) -> NamedSharding:
+def named_sharding(shape: Sequence[int], axes: Sequence[str | None], mesh: AnyMesh) -> NamedSharding:
     """The sharding of an array of `shape` whose axes have these logical names.
 
     Raises ValueError if their numbers differ, or if the mesh does not divide an axis.
@@ -59,6 +62,6 @@ def named_sharding(shape: Sequence[int], axes: Sequence[str | None], mesh: Mesh)
     return NamedSharding(mesh, partition_spec(axes, mesh))
 
 
-def _mesh_axis(axis: str | None, mesh: Mesh | None) -> str | None:
+def _mesh_axis(axis: str | None, mesh: AnyMesh | None) -> str | None:
     mesh_axis = RULES.get(axis) if axis is not None else None
     return mesh_axis if mesh is not None and mesh_axis in mesh.axis_names else None

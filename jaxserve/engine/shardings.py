@@ -6,16 +6,16 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxserve.config import ModelConfig
 from jaxserve.engine.state import DeviceState
-from jaxserve.model.cache import CACHE_AXES, Cache, CacheGroup
+from jaxserve.model.cache import CACHE_AXES
 from jaxserve.model.parameters import ParameterInfo, layer_parameters, model_parameters
-from sharding import named_sharding
+from sharding import AnyMesh, named_sharding
 
 
-def parameter_shardings(params: Mapping[str, Any], model: ModelConfig, mesh: Mesh) -> dict[str, Any]:
+def parameter_shardings(params: Mapping[str, Any], model: ModelConfig, mesh: AnyMesh) -> dict[str, Any]:
     """A tree of NamedSharding in the form of a parameter tree.
 
     Args:
@@ -38,30 +38,20 @@ def parameter_shardings(params: Mapping[str, Any], model: ModelConfig, mesh: Mes
     return tree
 
 
-def state_shardings(state: DeviceState, mesh: Mesh) -> DeviceState:
+def state_shardings(state: DeviceState, mesh: AnyMesh) -> DeviceState:
     """A DeviceState of NamedSharding: pools and scales cut by KV heads, token counts by vocabulary.
 
     `state` holds arrays or their shapes. Raises ValueError where the mesh does not divide the pools.
     """
     everywhere = NamedSharding(mesh, PartitionSpec())
     return jax.tree.map(lambda _: everywhere, state).replace(
-        cache=_cache_shardings(state.cache, mesh),
+        cache=jax.tree.map(lambda array: named_sharding(array.shape, CACHE_AXES, mesh), state.cache),
         # Read and written beside logits, which are cut by vocabulary: whole, it would double their memory.
         counts=named_sharding(state.counts.shape, (None, "vocab"), mesh),
     )
 
 
-def _cache_shardings(cache: Cache, mesh: Mesh) -> Any:
-    return tuple(
-        CacheGroup(
-            pool=named_sharding(group.pool.shape, CACHE_AXES, mesh),
-            scales=None if group.scales is None else named_sharding(group.scales.shape, CACHE_AXES, mesh),
-        )
-        for group in cache
-    )
-
-
-def _place(entry: Any, info: ParameterInfo, mesh: Mesh) -> Any:
+def _place(entry: Any, info: ParameterInfo, mesh: AnyMesh) -> Any:
     """The sharding of one array, of a stack of them, or of each of a tuple."""
     if isinstance(entry, tuple):
         return tuple(named_sharding(array.shape, info.axes, mesh) for array in entry)

@@ -1,0 +1,59 @@
+"""A step spread over eight devices answers as on one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from jax.sharding import AbstractMesh, PartitionSpec
+
+from jaxserve.engine.parameters import abstract_parameters
+from jaxserve.engine.shardings import parameter_shardings
+from jaxserve.model.transformer import LayerLoop
+from tests.sharding.sharded_step import MODEL
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+EIGHT_DEVICES = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+
+
+@pytest.mark.slow
+def test_greedy_answers_are_the_same_on_eight_devices_and_on_one() -> None:
+    process = subprocess.run(
+        [sys.executable, "-m", "tests.sharding.sharded_step"],
+        cwd=REPOSITORY,
+        env=os.environ | EIGHT_DEVICES,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert process.returncode == 0, process.stderr[-4000:]
+    answers = json.loads(process.stdout)
+    assert answers["alone"] == answers["spread"]
+    assert all(len(set(answer)) > len(answer) / 2 for answer in answers["alone"])
+
+
+@pytest.mark.parametrize("layer_loop", ["stacked", "unrolled"])
+def test_every_matrix_is_cut_and_a_stack_keeps_its_first_axis(layer_loop: LayerLoop) -> None:
+    mesh = AbstractMesh((8,), ("tensor",))
+    shardings = parameter_shardings(abstract_parameters(MODEL, "bfloat16", layer_loop), MODEL, mesh)
+    assert shardings["head"].spec == PartitionSpec("tensor", None)
+    dense, experts = shardings["segments"][0][0], shardings["segments"][1][0]
+    o = PartitionSpec(None, "tensor", None, None)
+    if layer_loop == "stacked":
+        assert dense["o"].spec == PartitionSpec(None, *o)
+    else:
+        assert [sharding.spec for sharding in dense["o"]] == [o, o]
+    assert dense["attn_norm"].spec == PartitionSpec(None, None)
+    assert experts["expert_down"].spec == PartitionSpec(None, "tensor", None, None)
+    assert experts["router"].spec == PartitionSpec(None, None, None)
+
+
+def test_a_mesh_that_does_not_divide_the_model_is_refused() -> None:
+    mesh = AbstractMesh((5,), ("tensor",))
+    with pytest.raises(ValueError, match="vocab has size 256, which the 5 devices"):
+        parameter_shardings(abstract_parameters(MODEL, "bfloat16", "stacked"), MODEL, mesh)
