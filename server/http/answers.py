@@ -1,0 +1,82 @@
+"""What the answers of both endpoints have in common."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from jaxserve.outputs import AnswerDelta, RequestOutput, TokenLogprobs
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What every part of one answer says of itself."""
+
+    id: str
+    model: str
+    created: int = field(default_factory=lambda: int(time.time()))
+    """Unix seconds."""
+
+    @classmethod
+    def new(cls, prefix: str, model: str) -> Identity:
+        return cls(f"{prefix}-{uuid.uuid4().hex}", model)
+
+    def head(self, kind: str) -> Json:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+
+class AnswerFormat(Protocol):
+    """Writes the answer to one call, whole or in chunks."""
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> Json:
+        """The response body, from the finished requests in the order of the prompts."""
+        ...
+
+    def opening(self, prompts: Sequence[Sequence[int]]) -> list[Json]:
+        """Chunks that come before every other, given the token ids of the prompts."""
+        ...
+
+    def chunk(self, prompt_index: int, delta: AnswerDelta) -> Json | None:
+        """What a delta is on the wire; None if it has nothing to show."""
+        ...
+
+    def closing(self, usage: Json) -> Json:
+        """The chunk that brings the usage alone."""
+        ...
+
+
+class Round(NamedTuple):
+    """One token and the log-probabilities at its position, None where there are none."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None
+
+
+def rounds_of(token_ids: Iterable[int], logprobs: Iterable[TokenLogprobs | None]) -> list[Round]:
+    return [Round(token_id, at) for token_id, at in zip(token_ids, logprobs, strict=True)]
+
+
+def choice_end(finish_reason: str | None, stop_reason: int | str | None) -> Json:
+    """How a choice ended, so far; `stop_reason` is vLLM's addition."""
+    return {"finish_reason": finish_reason, "stop_reason": stop_reason}
+
+
+def usage_json(prompt_tokens: int, completion_tokens: int) -> Json:
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
+
+
+def usage_of(outputs: Sequence[RequestOutput]) -> Json:
+    """Tokens of finished requests; a prompt counts once for all of its samples."""
+    return usage_json(
+        sum(len(output.prompt_token_ids) for output in outputs),
+        sum(len(sample.token_ids) for output in outputs for sample in output.outputs),
+    )

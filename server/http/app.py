@@ -1,0 +1,83 @@
+"""The OpenAI-compatible door, as an ASGI application."""
+
+from __future__ import annotations
+
+import logging
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from server.core import Service, ServiceError
+from server.http.auth import BearerAuth
+from server.http.endpoints import Endpoints
+from server.http.errors import ApiError, from_service
+from server.http.options import HttpOptions
+
+_log = logging.getLogger("jaxserve.server")
+
+
+def build_app(service: Service, options: HttpOptions | None = None) -> Starlette:
+    """The application for one service, to be run in the service's event loop.
+
+    Answers /v1/chat/completions, /v1/completions, /v1/models, /tokenize, /detokenize, /health, /ready and
+    /metrics. What goes wrong has the shape of OpenAI's errors, and no traceback ever leaves.
+    """
+    options = options or HttpOptions()
+    at = Endpoints(service, options)
+    return Starlette(
+        routes=[
+            Route("/v1/chat/completions", at.chat, methods=["POST"]),
+            Route("/v1/completions", at.completions, methods=["POST"]),
+            Route("/v1/models", at.models),
+            Route("/v1/models/{name:path}", at.model),
+            Route("/tokenize", at.tokenize, methods=["POST"]),
+            Route("/detokenize", at.detokenize, methods=["POST"]),
+            Route("/health", at.health),
+            Route("/ready", at.ready),
+            Route("/metrics", at.metrics),
+        ],
+        middleware=[Middleware(BearerAuth, tenants=options.tenants)],
+        exception_handlers={
+            ApiError: _api_error,
+            ServiceError: _service_error,
+            HTTPException: _http_error,
+            ClientDisconnect: _gone,
+            Exception: _unforeseen,
+        },
+    )
+
+
+def _respond(error: ApiError) -> Response:
+    return JSONResponse(error.body(), error.status, headers=error.headers())
+
+
+async def _api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return _respond(error)
+
+
+async def _service_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ServiceError)
+    return _respond(from_service(error))
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """No such address, or not with this method."""
+    assert isinstance(error, HTTPException)
+    answer = _respond(ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}"))
+    answer.headers.update(error.headers or {})
+    return answer
+
+
+async def _gone(request: Request, error: Exception) -> Response:
+    """The client left while it sent its request: nobody reads this."""
+    return Response(status_code=499)
+
+
+async def _unforeseen(request: Request, error: Exception) -> Response:
+    """The server's own fault; the framework raises the error again, so the log has it whole."""
+    return _respond(ApiError(500, "internal error"))

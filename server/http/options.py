@@ -1,0 +1,25 @@
+"""What an operator may choose about the HTTP door."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class HttpOptions:
+    """Limits of the HTTP door, and who may use it. Raises ValueError for a limit that is not positive."""
+
+    tenants: Mapping[str, str] | None = None
+    """Bearer tokens and the tenants that they stand for; None asks nobody for a token."""
+    max_body_bytes: int = 16 * 2**20
+    """Of a request; more is a 413."""
+    body_seconds: float = 60.0
+    """In which a request's body must have arrived; else a 408."""
+    stall_seconds: float = 60.0
+    """How long a client may take no byte of its stream before its request is aborted."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_body_bytes", "body_seconds", "stall_seconds"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} {getattr(self, name)} is out of range: it must be above 0")

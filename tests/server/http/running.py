@@ -1,0 +1,105 @@
+"""The HTTP door over the fake engine, on a loopback port, in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import uvicorn
+
+from jaxserve.loop import HostLoop
+from server.core import Service
+from server.http.app import build_app
+from server.http.options import HttpOptions
+from tests.fake_engine import FakeEngine
+from tests.server.harness import serving
+
+_PATIENCE = 10.0
+
+
+class HttpServer:
+    """What a test may touch of a running server; the service lives in the server's event loop."""
+
+    def __init__(self, device: FakeEngine | None, options: HttpOptions | None, max_waiting: int) -> None:
+        self._device = device
+        self._options = options
+        self._max_waiting = max_waiting
+        self._started = threading.Event()
+        self._failure: BaseException | None = None
+        self.service: Service
+        self.loop: HostLoop
+        self.server: uvicorn.Server
+        self.event_loop: asyncio.AbstractEventLoop
+        self.thread = threading.Thread(target=self._run, name="http-server")
+
+    def start(self) -> None:
+        self.thread.start()
+        assert self._started.wait(_PATIENCE)
+        if self._failure is not None:
+            raise self._failure
+
+    def stop(self) -> None:
+        """Stop serving. The harness then checks that no page and no slot is held."""
+        self.server.should_exit = True
+        self.thread.join(_PATIENCE)
+        assert not self.thread.is_alive()
+        if self._failure is not None:
+            raise self._failure
+
+    @property
+    def port(self) -> int:
+        return self.server.servers[0].sockets[0].getsockname()[1]
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def do(self, action: Callable[[], object]) -> None:
+        """Do something in the server's event loop."""
+        self.event_loop.call_soon_threadsafe(action)
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        limit = time.monotonic() + _PATIENCE
+        while not condition():
+            assert time.monotonic() < limit, "waited in vain"
+            time.sleep(0.002)
+
+    def wait_until_idle(self) -> None:
+        self.wait_until(lambda: self.service.engine.num_open == 0)
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except BaseException as error:  # Raised again in the test's thread.
+            self._failure = error
+        finally:
+            self._started.set()
+
+    async def _serve(self) -> None:
+        async with serving(self._device, max_waiting=self._max_waiting) as (self.service, self.loop):
+            self.event_loop = asyncio.get_running_loop()
+            app = build_app(self.service, self._options)
+            config = uvicorn.Config(
+                app, port=0, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1
+            )
+            self.server = uvicorn.Server(config)
+            serve = asyncio.create_task(self.server._serve())  # `serve` would take over the signals.
+            while not (self.server.started or serve.done()):
+                await asyncio.sleep(0.002)
+            self._started.set()
+            await serve
+
+
+@contextmanager
+def http_server(
+    device: FakeEngine | None = None, options: HttpOptions | None = None, *, max_waiting: int = 64
+) -> Iterator[HttpServer]:
+    server = HttpServer(device, options, max_waiting)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.stop()
