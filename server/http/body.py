@@ -11,6 +11,8 @@ from starlette.requests import Request
 from server.http.errors import ApiError, bad_request
 from server.http.fields import shown
 
+MAX_DEPTH = 32
+"""Objects and lists inside one another: no parameter needs more, and no template must meet it."""
 _DISCARDED_LIMITS = 4
 """How many times the limit is read and thrown away, so that the client is there to hear of it."""
 
@@ -44,11 +46,26 @@ def parse_object(body: bytes) -> dict[str, Any]:
         raise bad_request(f"the body is not valid UTF-8: byte {error.start}") from None
     except UnicodeEncodeError:
         raise bad_request("the body has an unpaired surrogate, which is not a character") from None
-    except (ValueError, RecursionError) as error:
+    except RecursionError:
+        raise bad_request(f"the body is nested too deeply; the limit is {MAX_DEPTH} levels") from None
+    except ValueError as error:
         raise bad_request(f"the body is not acceptable JSON: {error}") from None
+    _check_depth(value)
     if not isinstance(value, dict):
         raise bad_request(f"the body is {shown(value)}; expected an object")
     return value
+
+
+def _check_depth(value: object) -> None:
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        children = [
+            one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)
+        ]
+        level = [child for group in children for child in group if isinstance(child, dict | list)]
+        if not level:
+            return
+    raise bad_request(f"the body is nested too deeply; the limit is {MAX_DEPTH} levels")
 
 
 async def _read(request: Request, max_bytes: int) -> bytes:

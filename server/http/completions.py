@@ -17,6 +17,7 @@ from server.http.requests import Call, PromptInput, TextPrompt, TokensPrompt
 
 DEFAULT_MAX_TOKENS = 16
 MAX_PROMPTS = 256
+MAX_CHOICES = 1024
 
 _NEUTRAL: Neutral = {**NEUTRAL, "suffix": is_one_of("")}
 
@@ -43,6 +44,10 @@ def read_completion(body: Json) -> Call:
     )
     if echo and logprobs is not None:
         params = replace(params, prompt_logprobs=max(logprobs, prompt_logprobs or 0))
+    if len(prompts) * params.n > MAX_CHOICES:
+        raise bad_request(
+            f"{len(prompts)} prompts of {params.n} samples each: the limit is {MAX_CHOICES} in all", "n"
+        )
     return_token_ids = fields.flag("return_token_ids")
     fields.finish(_NEUTRAL)
     return Call(

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import json
+import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from server.http.errors import ApiError, bad_request
 
 _INT64 = 2**63
-_SHOWN_CHARACTERS = 80
+_BRIEF = reprlib.Repr()
+_BRIEF.maxstring = _BRIEF.maxother = _BRIEF.maxlong = 60
+_BRIEF.maxlevel = 3
+
 Neutral = Mapping[str, Callable[[Any], bool]]
 """Parameters without effect here, each with the test of a value that asks for none."""
 
 
 def shown(value: object) -> str:
-    """A value as a message shows it: JSON, cut short."""
-    text = json.dumps(value, ensure_ascii=False, default=repr)
-    return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."
+    """A value as a message shows it: cut short, however long or deep it is."""
+    return _BRIEF.repr(value)
 
 
 class Fields:

@@ -12,6 +12,7 @@ from prometheus_client.registry import Collector
 from jaxserve.outputs import RequestOutput
 from server.core import RequestRecord, Service
 
+_FINISH_REASONS = ("stop", "length", "abort", "error")
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 _MILLISECONDS = (1, 2.5, 5, 10, 25, 50, 75, 100, 150, 200, 300, 400, 500, 750, 1000, 2500)
 _TOKEN_SECONDS = tuple(milliseconds / 1000 for milliseconds in _MILLISECONDS)
@@ -136,7 +137,8 @@ class _ServiceCollector(Collector):
         yield self._counter("vllm:prompt_tokens", "Of answered requests.", counts.num_prompt_tokens)
         yield self._counter("vllm:generation_tokens", "Of answered requests.", counts.num_completion_tokens)
         yield self._counter("vllm:num_preemptions", "Slots given up.", counts.num_preemptions)
-        yield self._counters("vllm:request_success", "Answered.", "finished_reason", counts.num_finished)
+        finished = {reason: counts.num_finished[reason] for reason in _FINISH_REASONS}
+        yield self._counters("vllm:request_success", "Answered.", "finished_reason", finished)
         refused = {status.value: count for status, count in counts.num_refused.items()}
         yield self._counters("jaxserve:request_refused", "Never admitted, by why.", "status", refused)
         failed = {status.value: count for status, count in counts.num_failed.items()}

@@ -12,7 +12,7 @@ class HttpOptions:
 
     tenants: Mapping[str, str] | None = None
     """Bearer tokens and the tenants that they stand for; None asks nobody for a token."""
-    max_body_bytes: int = 16 * 2**20
+    max_body_bytes: int = 8 * 2**20
     """Of a request; more is a 413."""
     body_seconds: float = 60.0
     """In which a request's body must have arrived; else a 408."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -83,14 +84,26 @@ class HttpServer:
             self.event_loop = asyncio.get_running_loop()
             app = build_app(self.service, self._options)
             config = uvicorn.Config(
-                app, port=0, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1
+                app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1
             )
             self.server = uvicorn.Server(config)
-            serve = asyncio.create_task(self.server._serve())  # `serve` would take over the signals.
+            # `serve` would take over the process' signals.
+            serve = asyncio.create_task(self.server._serve(sockets=[_listen()]))
             while not (self.server.started or serve.done()):
                 await asyncio.sleep(0.002)
             self._started.set()
             await serve
+
+
+def _listen() -> socket.socket:
+    """A port of the system's choice. The system buffers little, so a client that reads nothing is felt.
+
+    asyncio turns off Nagle's delay only where the protocol is named.
+    """
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    listener.bind(("127.0.0.1", 0))
+    return listener
 
 
 @contextmanager
