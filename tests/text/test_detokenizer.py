@@ -41,7 +41,9 @@ def test_pieces_make_the_whole_and_wait_for_no_more_than_one_character(
     for count, token_id in enumerate(ids, start=1):
         said += detokenizer.push(token_id)
         so_far = tokenizer.decode(ids[:count], skip, prompt_ids=prompt_ids)
-        assert so_far in {said, said + "\ufffd"}
+        # What waits are bytes that may yet become one character; alone they are invalid, each of them if
+        # they begin a surrogate.
+        assert so_far in {said + "\ufffd" * waiting for waiting in range(4)}
     said += detokenizer.finish()
     assert said == tokenizer.decode(ids, skip, prompt_ids=prompt_ids)
 
