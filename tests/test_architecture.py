@@ -39,7 +39,9 @@ TESTS_AND_BENCHMARKS = ("tests", "benchmarks")
 
 
 def product_files() -> list[Path]:
-    return [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
+    """What people write: generated modules aside."""
+    files = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
+    return [path for path in files if "_pb2" not in path.stem]
 
 
 def imports(path: Path) -> Iterator[str]:
