@@ -25,6 +25,8 @@ def describe(record: RequestRecord) -> dict[str, Any]:
         "tenant": record.request.tenant,
         "prompt_tokens": record.num_prompt_tokens,
     }
+    if record.request.trace_parent:
+        line["trace_parent"] = record.request.trace_parent
     if record.error is not None:
         line |= {"status": record.error.status.value, "error": record.error.message}
     if record.output is not None:

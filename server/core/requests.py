@@ -43,6 +43,8 @@ class GenerateRequest:
     cache_read: bool = False
     cache_write: bool = False
     fallback_route: str = ""
+    trace_parent: str = ""
+    """W3C trace context of the caller, for the log."""
 
     def check(self) -> None:
         """Raise ServiceError for a request without one prompt, or for what this server cannot do yet."""

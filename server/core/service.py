@@ -27,6 +27,10 @@ from server.core.statistics import RateMeter, Statistics
 
 _LONG_TEXT = 10_000
 """Characters from which on a text is encoded on a thread, so that no stream waits for it."""
+_LEAST_TEXT_LIMIT = 1_000_000
+"""Characters that may be tokenized, however short the model's sequences are."""
+_LEAST_IDS_LIMIT = 100_000
+"""Token ids that may be turned into text at once, which takes about a microsecond each."""
 _DRAIN_POLL = 0.01
 
 
@@ -77,6 +81,9 @@ class Service:
         self.started_at = time.monotonic()
         self._admission = Admission(engine.limits.num_slots, max_waiting)
         self._meter = RateMeter()
+        # A longer text is refused before time is spent on encoding it.
+        longest_token = max(map(len, tokenizer.backend.get_vocab()))
+        self._longest_text = max(engine.limits.max_model_len * longest_token, _LEAST_TEXT_LIMIT)
         self._draining = False
         self._open: weakref.WeakValueDictionary[str, Generation] = weakref.WeakValueDictionary()
         self._numbers = itertools.count()
@@ -117,7 +124,13 @@ class Service:
         return True
 
     async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text."""
+        """Token ids of a text. Raises ServiceError, INVALID_ARGUMENT, for one that is longer
+        than any sequence could spell."""
+        if len(text) > self._longest_text:
+            raise ServiceError(
+                Status.INVALID_ARGUMENT,
+                f"the text has {len(text)} characters; the limit is {self._longest_text}",
+            )
         if len(text) < _LONG_TEXT:
             return self.tokenizer.encode(text, add_special_tokens)
         return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens)
@@ -137,8 +150,13 @@ class Service:
         return await self.tokenize(rendered, add_special_tokens=False)
 
     def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text that ids spell. Raises ServiceError for one outside the vocabulary."""
+        """The text that ids spell. Raises ServiceError for one outside the vocabulary, or for very many."""
         vocab_size = self.limits.vocab_size
+        most = max(self.limits.max_model_len, _LEAST_IDS_LIMIT)
+        if len(token_ids) > most:
+            raise ServiceError(
+                Status.INVALID_ARGUMENT, f"there are {len(token_ids)} token ids; the limit is {most}"
+            )
         for token_id in token_ids:
             if not 0 <= token_id < vocab_size:
                 raise ServiceError(

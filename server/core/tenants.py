@@ -1,0 +1,66 @@
+"""Bearer tokens, and the tenants that they stand for."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+
+from server.core.errors import ServiceError, Status
+
+
+def read_tokens(path: Path) -> dict[str, str]:
+    """The tenant of each token, from a file of lines `TENANT TOKEN`; blank ones and `# ...` are skipped.
+
+    Raises ValueError, naming the line but never a token, for a file that is malformed or names no token.
+    """
+    tenants: dict[str, str] = {}
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        words = line.split()
+        if not words or words[0].startswith("#"):
+            continue
+        if len(words) != 2 or ":" in words[0]:
+            raise ValueError(f"{path}:{number}: expected a tenant, without a colon, and a token")
+        if words[1] in tenants:
+            raise ValueError(f"{path}:{number}: the token of tenant {words[0]!r} is in an earlier line too")
+        tenants[words[1]] = words[0]
+    if not tenants:
+        raise ValueError(f"{path} names no token: nobody could be let in")
+    return tenants
+
+
+class Tenants:
+    """Who may come in. Without tokens everybody may, as the tenant that a request names."""
+
+    def __init__(self, tokens: Mapping[str, str] | None) -> None:
+        """`tokens`: the tenant of each token; None asks nobody for one."""
+        # Looked up by digest: how long a look-up takes tells nothing of a token.
+        self._tenants = None if tokens is None else {_digest(token): name for token, name in tokens.items()}
+
+    def authenticate(self, authorization: str) -> str:
+        """The tenant of an `authorization` header, "" where no token is asked for.
+
+        Raises ServiceError, UNAUTHENTICATED, without a known token.
+        """
+        if self._tenants is None:
+            return ""
+        kind, _, token = authorization.partition(" ")
+        if kind.lower() != "bearer":
+            raise ServiceError(Status.UNAUTHENTICATED, "a bearer token is needed")
+        tenant = self._tenants.get(_digest(token.strip()))
+        if tenant is None:
+            raise ServiceError(Status.UNAUTHENTICATED, "the bearer token is not known")
+        return tenant
+
+    def tenant(self, authorization: str, claimed: str) -> str:
+        """Whose a request is that names a tenant, or "". Raises ServiceError for somebody else's name."""
+        tenant = self.authenticate(authorization)
+        if self._tenants is None:
+            return claimed
+        if claimed not in ("", tenant):
+            raise ServiceError(Status.INVALID_ARGUMENT, f"the bearer token is not tenant {claimed!r}'s")
+        return tenant
+
+
+def _digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode()).digest()

@@ -1,0 +1,39 @@
+"""What a call says beside its message: who calls, until when, and within which trace."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import grpc.aio
+
+from server.core.tenants import Tenants
+
+_TRACE_PARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Caller:
+    """One call, as far as its message does not tell."""
+
+    tenant: str
+    seconds_left: float | None
+    """Until the call's own deadline."""
+    trace_parent: str
+    """W3C trace context, "" where there is none or a malformed one, which the standard bids ignore."""
+
+    def deadline(self, asked: float | None) -> float | None:
+        """The earlier of the call's deadline and the one that the message asks for, in seconds."""
+        limits = [seconds for seconds in (self.seconds_left, asked) if seconds is not None]
+        return min(limits, default=None)
+
+
+def identify_caller(context: grpc.aio.ServicerContext, tenants: Tenants, claimed_tenant: str = "") -> Caller:
+    """Who calls. Raises ServiceError without a token where one is needed, or for another one's tenant."""
+    metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
+    trace_parent = metadata.get("traceparent", "")
+    return Caller(
+        tenant=tenants.tenant(metadata.get("authorization", ""), claimed_tenant),
+        seconds_left=context.time_remaining(),
+        trace_parent=trace_parent if _TRACE_PARENT.fullmatch(trace_parent) else "",
+    )

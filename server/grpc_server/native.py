@@ -1,0 +1,193 @@
+"""The native service, jaxserve.v1.Engine."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import grpc.aio
+
+from jaxserve.version import __version__
+from server.core import GenerateRequest, Service, ServiceError, Status
+from server.core.tenants import Tenants
+from server.grpc_server.caller import Caller, identify_caller
+from server.grpc_server.native_messages import (
+    read_messages,
+    read_request,
+    read_variables,
+    write_deltas,
+    write_final,
+    write_samples,
+)
+from server.grpc_server.status import GRPC_CODES, reports_errors
+from server.proto.jaxserve.v1 import engine_pb2 as pb
+from server.proto.jaxserve.v1 import engine_pb2_grpc
+
+_Context = grpc.aio.ServicerContext
+
+
+class NativeServicer(engine_pb2_grpc.EngineServicer):
+    """See engine.proto for what each call promises."""
+
+    def __init__(self, service: Service, tenants: Tenants) -> None:
+        self._service = service
+        self._tenants = tenants
+
+    @reports_errors
+    async def Generate(self, request: pb.GenerateRequest, context: _Context) -> None:
+        caller = self._caller(context, request.tenant)
+        asked = read_request(request, caller)
+        async with await self._service.generate(asked) as generation:
+            output = None
+            while batch := await generation.next_batch():
+                for response in write_deltas(batch):
+                    await context.write(response)
+                output = batch[-1].output
+        assert output is not None, "a stream without an error ends with the output"
+        receipt = self._service.receipt(output, asked.params)
+        final = write_final(generation.request_id, output, receipt)
+        await context.write(pb.GenerateResponse(final=final))
+
+    @reports_errors
+    async def GenerateBatch(self, request: pb.GenerateBatchRequest, context: _Context) -> None:
+        if not request.requests:
+            raise ServiceError(Status.INVALID_ARGUMENT, "the batch has no request")
+        # As many at once as can run: the rest waits here, where it takes nobody's place in the queue.
+        permits = asyncio.Semaphore(self._service.limits.num_slots)
+
+        async def answer(index: int, message: pb.GenerateRequest) -> pb.GenerateBatchResponse:
+            async with permits:
+                return await self._answer(index, message, context)
+
+        tasks = [asyncio.create_task(answer(*item)) for item in enumerate(request.requests)]
+        try:
+            for ended in asyncio.as_completed(tasks):
+                await context.write(await ended)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _answer(
+        self, index: int, message: pb.GenerateRequest, context: _Context
+    ) -> pb.GenerateBatchResponse:
+        """The whole result of one request of a batch. Raises ServiceError if nothing can be served at all."""
+        try:
+            caller = self._caller(context, message.tenant)
+            answer = await self._answer_whole(read_request(message, caller))
+            return pb.GenerateBatchResponse(index=index, answer=answer)
+        except ServiceError as error:
+            if error.status in (Status.INTERNAL, Status.UNAVAILABLE):
+                raise
+            return pb.GenerateBatchResponse(
+                index=index,
+                error=pb.Error(
+                    code=GRPC_CODES[error.status].value[0],
+                    message=error.message,
+                    retry_after_seconds=error.retry_after,
+                ),
+            )
+
+    async def _answer_whole(self, asked: GenerateRequest) -> pb.BatchAnswer:
+        async with await self._service.generate(asked) as generation:
+            output = None
+            async for delta in generation:
+                output = delta.output
+        assert output is not None, "a stream without an error ends with the output"
+        receipt = self._service.receipt(output, asked.params)
+        return pb.BatchAnswer(
+            samples=write_samples(output), final=write_final(generation.request_id, output, receipt)
+        )
+
+    @reports_errors
+    async def Tokenize(self, request: pb.TokenizeRequest, context: _Context) -> pb.TokenizeResponse:
+        self._service.check_model(request.model)
+        kind = request.WhichOneof("input")
+        if kind is None:
+            raise ServiceError(Status.INVALID_ARGUMENT, "there is neither text nor conversation to tokenize")
+        if kind == "conversation":
+            ids = await self._service.tokenize_messages(
+                read_messages(request.conversation), read_variables(request.conversation)
+            )
+        else:
+            special = request.add_special_tokens if request.HasField("add_special_tokens") else True
+            ids = await self._service.tokenize(request.text, add_special_tokens=special)
+        return pb.TokenizeResponse(token_ids=ids, max_model_len=self._service.limits.max_model_len)
+
+    @reports_errors
+    async def Detokenize(self, request: pb.DetokenizeRequest, context: _Context) -> pb.DetokenizeResponse:
+        self._service.check_model(request.model)
+        skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
+        return pb.DetokenizeResponse(
+            text=self._service.detokenize(request.token_ids, skip_special_tokens=skip)
+        )
+
+    @reports_errors
+    async def Abort(self, request: pb.AbortRequest, context: _Context) -> pb.AbortResponse:
+        tenant = self._caller(context, request.tenant).tenant
+        ids = dict.fromkeys(request.request_ids)
+        return pb.AbortResponse(aborted=[name for name in ids if self._service.abort(name, tenant)])
+
+    @reports_errors
+    async def GetModelInfo(
+        self, request: pb.GetModelInfoRequest, context: _Context
+    ) -> pb.GetModelInfoResponse:
+        self._service.check_model(request.model)
+        identity, limits = self._service.identity, self._service.limits
+        tokenizer = self._service.tokenizer
+        return pb.GetModelInfoResponse(
+            model=identity.name,
+            path=identity.path,
+            family=identity.family,
+            model_fingerprint=identity.fingerprint,
+            tokenizer_fingerprint=identity.tokenizer_fingerprint,
+            precision=identity.precision,
+            kv_format=identity.kv_format,
+            device=identity.device,
+            vocab_size=limits.vocab_size,
+            max_model_len=limits.max_model_len,
+            eos_token_ids=limits.eos_token_ids,
+            bos_token_id=tokenizer.bos_token_id,
+            has_chat_template="default" in tokenizer.chat_templates,
+            max_logprobs=limits.max_logprobs,
+            engine_version=__version__,
+        )
+
+    @reports_errors
+    async def GetLoad(self, request: pb.GetLoadRequest, context: _Context) -> pb.GetLoadResponse:
+        load = self._service.load()
+        return pb.GetLoadResponse(
+            running=load.num_running,
+            waiting=load.num_waiting,
+            slots=load.num_slots,
+            free_pages=load.num_free_pages,
+            pages=load.num_pages,
+            page_size=load.page_size,
+            kv_usage=load.kv_usage,
+            tokens_per_second=load.tokens_per_second,
+            draining=self._service.draining,
+        )
+
+    @reports_errors
+    async def GetStats(self, request: pb.GetStatsRequest, context: _Context) -> pb.GetStatsResponse:
+        statistics = self._service.statistics
+        return pb.GetStatsResponse(
+            uptime_seconds=time.monotonic() - self._service.started_at,
+            admitted=statistics.num_admitted,
+            refused={status.value: count for status, count in statistics.num_refused.items()},
+            finished=statistics.num_finished,
+            failed={status.value: count for status, count in statistics.num_failed.items()},
+            prompt_tokens=statistics.num_prompt_tokens,
+            completion_tokens=statistics.num_completion_tokens,
+            preemptions=statistics.num_preemptions,
+            steps=self._service.engine.snapshot().num_steps,
+        )
+
+    @reports_errors
+    async def FlushPrefixCache(
+        self, request: pb.FlushPrefixCacheRequest, context: _Context
+    ) -> pb.FlushPrefixCacheResponse:
+        raise ServiceError(Status.UNIMPLEMENTED, "this server reuses no prefix: there is no cache to flush")
+
+    def _caller(self, context: _Context, claimed_tenant: str) -> Caller:
+        return identify_caller(context, self._tenants, claimed_tenant)

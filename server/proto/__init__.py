@@ -1,0 +1,1 @@
+"""The native interface, and the code generated from it: `python -m server.proto.generate`."""

@@ -1,0 +1,7 @@
+"""The doors' tests need the `server` extra; those of the service behind them do not."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+collect_ignore_glob = [] if find_spec("grpc") and find_spec("smg_grpc_proto") else ["test_grpc_*.py"]
