@@ -97,6 +97,7 @@ class Endpoints:
     async def _answer(self, request: Request, call: Call, prefix: str, make_answer: _MakeAnswer) -> ASGIApp:
         identity = Identity.new(prefix, self._service.identity.name)
         answer = make_answer(call, identity, self._service.tokenizer)
+        headers = {"x-request-id": identity.id}
         generations = await self._admit(call, identity.id, request.scope["tenant"])
         if call.stream.stream:
             return EventStream(
@@ -104,12 +105,13 @@ class Endpoints:
                 answer,
                 include_usage=call.stream.include_usage,
                 stall_seconds=self._options.stall_seconds,
+                headers=headers,
             )
         try:
             outputs = await while_connected(request.receive, collect(generations))
         finally:
             await _close(generations)
-        return JSONResponse(answer.whole(outputs))
+        return JSONResponse(answer.whole(outputs), headers=headers)
 
     async def _admit(self, call: Call, name: str, tenant: str) -> list[Generation]:
         """All prompts of a call, or none."""

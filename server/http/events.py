@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 
 from starlette.types import Receive, Scope, Send
@@ -22,13 +22,14 @@ _HEADERS = [
     (b"x-accel-buffering", b"no"),
 ]
 _DONE = b"data: [DONE]\n\n"
+_to_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 
 _log = logging.getLogger("jaxserve.server")
 
 
 def event(body: Json) -> bytes:
     """One event."""
-    return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + _to_json(body).encode() + b"\n\n"
 
 
 class EventStream:
@@ -41,12 +42,14 @@ class EventStream:
         *,
         include_usage: bool,
         stall_seconds: float,
+        headers: Mapping[str, str],
     ) -> None:
         """stall_seconds: how long a client may take no byte before its requests are aborted."""
         self._generations = generations
         self._answer = answer
         self._include_usage = include_usage
         self._stall_seconds = stall_seconds
+        self._headers = _HEADERS + [(name.encode(), value.encode()) for name, value in headers.items()]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -59,7 +62,7 @@ class EventStream:
                 await generation.aclose()
 
     async def _send_all(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+        await send({"type": "http.response.start", "status": 200, "headers": self._headers})
         async with aclosing(self._events()) as events:
             async for data in events:
                 try:

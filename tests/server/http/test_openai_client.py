@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 pytest.importorskip("starlette", reason="needs the server extra")
 openai = pytest.importorskip("openai", reason="needs the official client")
 
+from jaxserve import LLM  # noqa: E402
 from jaxserve.plan import SamplingParams  # noqa: E402
 from tests.fake_engine import expected_answer  # noqa: E402
-from tests.fake_model import TEMPLATE, fake_limits  # noqa: E402
+from tests.fake_model import TEMPLATE, FakeModel, fake_limits  # noqa: E402
 from tests.server.harness import ENDLESS, TOKENIZER, expected  # noqa: E402
 from tests.server.http.running import HttpServer, http_server  # noqa: E402
 
@@ -46,12 +49,64 @@ def test_chat_gives_the_library_s_tokens(client: openai.OpenAI) -> None:
     assert choice.logprobs is None
     assert answer.prompt_token_ids == CHAT_PROMPT
     assert answer.object == "chat.completion"
+    assert answer._request_id == answer.id
     assert answer.model == "fake"
     assert answer.usage.model_dump(exclude_none=True) == {
         "prompt_tokens": len(CHAT_PROMPT),
         "completion_tokens": 12,
         "total_tokens": len(CHAT_PROMPT) + 12,
     }
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"temperature": 0, "max_tokens": 20},
+        {"seed": 3, "max_tokens": 20, "n": 2},
+        {"seed": 4, "max_tokens": 20, "logprobs": 2, "stop": ["e", "a"]},
+        {"temperature": 0, "max_tokens": 9, "min_tokens": 9, "allowed_token_ids": [1, 70, 71, 72]},
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_answer_is_the_library_s(client: openai.OpenAI, asked: dict[str, Any], stream: bool) -> None:
+    prompts = ["one", "another"]
+    with LLM(FakeModel().opened(), progress=False) as llm:
+        outputs = [
+            sample for output in llm.generate(prompts, SamplingParams(**asked)) for sample in output.outputs
+        ]
+    answer = client.completions.create(
+        model="fake", prompt=prompts, stream=stream, extra_body=asked | {"return_token_ids": True}
+    )
+    found = [Answer() for _ in outputs]
+    for part in answer if stream else [answer]:
+        for choice in part.choices:
+            found[choice.index].add(choice)
+    assert [(one.token_ids, one.text, one.ends) for one in found] == [
+        (sample.token_ids, sample.text, [(sample.finish_reason, sample.stop_reason)]) for sample in outputs
+    ]
+    if "logprobs" in asked:
+        assert [one.logprobs for one in found] == [
+            [at[token].logprob for token, at in zip(sample.token_ids, sample.logprobs, strict=True)]
+            for sample in outputs
+        ]
+
+
+class Answer:
+    """A completion choice, put together from its parts."""
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self.text = ""
+        self.logprobs: list[float] = []
+        self.ends: list[tuple[str, int | str | None]] = []
+
+    def add(self, choice: Any) -> None:
+        self.token_ids += choice.token_ids
+        self.text += choice.text
+        if choice.logprobs is not None:
+            self.logprobs += choice.logprobs.token_logprobs
+        if choice.finish_reason is not None:
+            self.ends.append((choice.finish_reason, choice.stop_reason))
 
 
 def test_streamed_chat_is_the_same_answer(client: openai.OpenAI) -> None:
@@ -318,3 +373,13 @@ def test_the_chat_template_s_own_variables(client: openai.OpenAI) -> None:
     )
     assert "add_generation_prompt" in TEMPLATE
     assert answer.prompt_token_ids == TOKENIZER.apply_chat_template(MESSAGES, add_generation_prompt=False)
+
+
+@pytest.mark.parametrize(
+    "variables", [{"messages": 1}, {"self": 1}, {"tools": 5}, {"documents": [1]}, {"odd": 1}, {"range": 5}]
+)
+def test_variables_of_a_chat_template_break_nothing(client: openai.OpenAI, variables: dict[str, Any]) -> None:
+    with contextlib.suppress(openai.BadRequestError):
+        client.chat.completions.create(
+            model="fake", messages=MESSAGES, max_tokens=1, extra_body={"chat_template_kwargs": variables}
+        )
