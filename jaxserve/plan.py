@@ -7,9 +7,9 @@ host predicts both exactly one step ahead, which lets it plan a step before it h
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Any, Protocol
 
 import numpy as np
@@ -119,12 +119,12 @@ class SamplingParams:
                     raise ValueError(f"{name} has token id {token_id}; the vocabulary has {vocab_size} ids")
 
 
-def _check_range(name: str, value: float, low: float, high: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float | np.number):
+def _check_range(name: str, value: Any, low: float, high: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, Real):
         raise ValueError(f"{name} {value!r} is not a number")
-    if isinstance(low, int) and not isinstance(value, int | np.integer):
+    if isinstance(low, int) and not isinstance(value, Integral):
         raise ValueError(f"{name} {value!r} is not a whole number")
-    if math.isnan(value) or not low <= value <= high:
+    if not low <= value <= high:  # which NaN is not either
         raise ValueError(f"{name} {value} is out of range: it must be from {low} to {high}")
 
 

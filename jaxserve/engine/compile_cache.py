@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.monitoring
@@ -17,7 +16,7 @@ _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 def enable_compilation_cache(folder: Path) -> None:
     """Keep every compiled program under `folder`, or where the user has already chosen to."""
-    if jax.config.jax_compilation_cache_dir is None:
+    if jax.config.values["jax_compilation_cache_dir"] is None:
         folder.mkdir(parents=True, exist_ok=True)
         jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
@@ -36,7 +35,7 @@ class CompileCounter:
     def count(self) -> int:
         return self._count
 
-    def _on_event(self, event: str, duration: float, **_: Any) -> None:
+    def _on_event(self, event: str, duration_secs: float, **_: str | int) -> None:
         if event == _COMPILE_EVENT:
             with self._lock:
                 self._count += 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -162,7 +164,8 @@ def load_slot(state: DeviceState, load: PackedLoad) -> DeviceState:
     slot, known, computed, num_prompt, top_k, min_len, masked, num_biases, wants_logprobs = load.scalars
     counts_V = _count_tokens(load, state.counts.shape[1], known, num_prompt)
     sampling = state.sampling
-    sampling = sampling.replace(
+    sampling = dataclasses.replace(
+        sampling,
         floats=sampling.floats.at[slot].set(load.floats),
         top_k=sampling.top_k.at[slot].set(top_k),
         key=sampling.key.at[slot].set(load.key),
@@ -175,7 +178,8 @@ def load_slot(state: DeviceState, load: PackedLoad) -> DeviceState:
         num_biases=sampling.num_biases.at[slot].set(num_biases),
         wants_logprobs=sampling.wants_logprobs.at[slot].set(wants_logprobs != 0),
     )
-    return state.replace(
+    return dataclasses.replace(
+        state,
         page_table=state.page_table.at[:, slot].set(load.pages),
         tokens=state.tokens.at[slot].set(load.tokens),
         num_known=state.num_known.at[slot].set(known),

@@ -5,6 +5,7 @@ The plan travels as one int32 vector and the result comes back as one int32 arra
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import flax.struct
@@ -122,7 +123,7 @@ def run_step(
     )
     state = _append_tokens(state, slot_R, next_position_R, is_last_R, sampled.token, form.num_slots)
     num_computed = state.num_computed.at[batch.slot_S].add(batch.num_tokens_S)
-    return state.replace(cache=cache, num_computed=num_computed), _pack_result(sampled)
+    return dataclasses.replace(state, cache=cache, num_computed=num_computed), _pack_result(sampled)
 
 
 def unpack_result(packed: np.ndarray, num_logit_rows: int) -> StepResult:
@@ -143,7 +144,7 @@ def _grant_pages(state: DeviceState, batch: Batch) -> DeviceState:
     slot_GX, index_GX, page_GX = (batch.grants_GX3[..., i] for i in range(3))
     group_G1 = jnp.arange(slot_GX.shape[0], dtype=jnp.int32)[:, None]
     page_table = state.page_table.at[group_G1, slot_GX, index_GX].set(page_GX, mode="promise_in_bounds")
-    return state.replace(page_table=page_table)
+    return dataclasses.replace(state, page_table=page_table)
 
 
 def _ragged_rows(state: DeviceState, batch: Batch, form: PlanFormat) -> tuple[jax.Array, Rows]:
@@ -180,7 +181,8 @@ def _append_tokens(
 ) -> DeviceState:
     """Add newly sampled tokens to their slots' known text and counts."""
     slot_R = jnp.where(is_last_R, slot_R, padding_slot)
-    return state.replace(
+    return dataclasses.replace(
+        state,
         tokens=state.tokens.at[slot_R, jnp.where(is_last_R, position_R, 0)].set(token_R),
         num_known=state.num_known.at[slot_R].add(is_last_R.astype(jnp.int32)),
         counts=state.counts.at[slot_R, token_R].add(is_last_R.astype(jnp.int32)),
