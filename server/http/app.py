@@ -12,7 +12,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from server.core import Service, ServiceError
-from server.http.auth import BearerAuth
+from server.core.tenants import Tenants
+from server.http.caller import BearerAuth
 from server.http.endpoints import Endpoints
 from server.http.errors import ApiError, from_service
 from server.http.options import HttpOptions
@@ -40,7 +41,7 @@ def build_app(service: Service, options: HttpOptions | None = None) -> Starlette
             Route("/ready", at.ready),
             Route("/metrics", at.metrics),
         ],
-        middleware=[Middleware(BearerAuth, tenants=options.tenants)],
+        middleware=[Middleware(BearerAuth, tenants=Tenants(options.tokens))],
         exception_handlers={
             ApiError: _api_error,
             ServiceError: _service_error,

@@ -14,6 +14,7 @@ from jaxserve.text import Tokenizer
 from server.core import GenerateRequest, Generation, Service
 from server.http.answers import AnswerFormat, Identity, Json
 from server.http.body import read_json_object
+from server.http.caller import trace_parent
 from server.http.chat import ChatAnswer, read_chat
 from server.http.completions import CompletionAnswer, read_completion
 from server.http.errors import ApiError
@@ -98,7 +99,7 @@ class Endpoints:
         identity = Identity.new(prefix, self._service.identity.name)
         answer = make_answer(call, identity, self._service.tokenizer)
         headers = {"x-request-id": identity.id}
-        generations = await self._admit(call, identity.id, request.scope["tenant"])
+        generations = await self._admit(call, identity.id, request)
         if call.stream.stream:
             return EventStream(
                 generations,
@@ -113,13 +114,14 @@ class Endpoints:
             await _close(generations)
         return JSONResponse(answer.whole(outputs), headers=headers)
 
-    async def _admit(self, call: Call, name: str, tenant: str) -> list[Generation]:
+    async def _admit(self, call: Call, name: str, request: Request) -> list[Generation]:
         """All prompts of a call, or none."""
+        tenant, trace = request.scope["tenant"], trace_parent(request.headers)
         generations: list[Generation] = []
         try:
             for index, prompt in enumerate(call.prompts):
                 asked = _generate_request(call, prompt)
-                asked = replace(asked, request_id=f"{name}-{index}", tenant=tenant)
+                asked = replace(asked, request_id=f"{name}-{index}", tenant=tenant, trace_parent=trace)
                 generations.append(await self._service.generate(asked))
         except BaseException:
             await _close(generations)

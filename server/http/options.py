@@ -10,7 +10,7 @@ from dataclasses import dataclass
 class HttpOptions:
     """Limits of the HTTP door, and who may use it. Raises ValueError for a limit that is not positive."""
 
-    tenants: Mapping[str, str] | None = None
+    tokens: Mapping[str, str] | None = None
     """Bearer tokens and the tenants that they stand for; None asks nobody for a token."""
     max_body_bytes: int = 8 * 2**20
     """Of a request; more is a 413."""

@@ -162,7 +162,7 @@ def test_a_failure_of_the_engine_ends_streams_with_an_error_and_no_traceback() -
 
 
 def test_bearer_tokens_stand_for_tenants() -> None:
-    options = HttpOptions(tenants={"key-a": "a", "key-b": "b"})
+    options = HttpOptions(tokens={"key-a": "a", "key-b": "b"})
     with http_server(options=options) as server, httpx.Client(base_url=server.url) as client:
         tenants: list[str] = []
         server.service.observers.append(lambda record: tenants.append(record.request.tenant))
@@ -177,6 +177,16 @@ def test_bearer_tokens_stand_for_tenants() -> None:
         assert tenants == ["b", "a"]
         for path in ("/health", "/ready", "/metrics"):
             assert client.get(path).status_code == 200
+
+
+def test_a_trace_reaches_the_record() -> None:
+    known = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    with http_server() as server, httpx.Client(base_url=server.url) as client:
+        traces: list[str] = []
+        server.service.observers.append(lambda record: traces.append(record.request.trace_parent))
+        for trace in (known, "00-odd"):
+            client.post("/v1/completions", json=SHORT, headers={"traceparent": trace}).raise_for_status()
+    assert traces == [known, ""]
 
 
 def test_metrics_count_what_was_answered() -> None:
