@@ -124,7 +124,8 @@ def _check_range(name: str, value: Any, low: float, high: float) -> None:
         raise ValueError(f"{name} {value!r} is not a number")
     if isinstance(low, int) and not isinstance(value, Integral):
         raise ValueError(f"{name} {value!r} is not a whole number")
-    if not low <= value <= high:  # which NaN is not either
+    number: Any = value
+    if not low <= number <= high:  # which NaN is not either
         raise ValueError(f"{name} {value} is out of range: it must be from {low} to {high}")
 
 
