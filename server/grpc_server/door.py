@@ -13,9 +13,9 @@ from smg_grpc_proto.generated import vllm_engine_pb2, vllm_engine_pb2_grpc
 
 from server.core import Service
 from server.core.tenants import Tenants
+from server.core.tls import TlsFiles
 from server.grpc_server.guard import TokenGuard
 from server.grpc_server.native import NativeServicer
-from server.grpc_server.tls import TlsFiles
 from server.grpc_server.vllm import VllmServicer
 from server.proto.jaxserve.v1 import engine_pb2, engine_pb2_grpc
 
@@ -77,7 +77,7 @@ class GrpcDoor:
             if tls is None:
                 bound = self._server.add_insecure_port(f"{host}:{port}")
             else:
-                bound = self._server.add_secure_port(f"{host}:{port}", tls.credentials())
+                bound = self._server.add_secure_port(f"{host}:{port}", _credentials(tls))
         except RuntimeError as error:
             raise ValueError(f"cannot listen on {host}:{port}: {error}") from error
         await self._server.start()
@@ -93,3 +93,10 @@ class GrpcDoor:
     async def stop(self, grace: float) -> None:
         """Close the port; calls that are still open after `grace` seconds are cut off."""
         await self._server.stop(grace)
+
+
+def _credentials(tls: TlsFiles) -> grpc.ServerCredentials:
+    pair = (tls.key.read_bytes(), tls.certificate.read_bytes())
+    if tls.client_ca is None:
+        return grpc.ssl_server_credentials([pair])
+    return grpc.ssl_server_credentials([pair], tls.client_ca.read_bytes(), require_client_auth=True)

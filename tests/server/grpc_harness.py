@@ -14,7 +14,8 @@ from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
 from jaxserve.loop import HostLoop
 from server.core import Service
-from server.grpc_server import GrpcDoor, GrpcOptions, TlsFiles
+from server.core.tls import TlsFiles
+from server.grpc_server import GrpcDoor, GrpcOptions
 from server.proto.jaxserve.v1 import engine_pb2_grpc
 from tests.fake_engine import FakeEngine
 from tests.server.harness import serving

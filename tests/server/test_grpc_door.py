@@ -19,7 +19,8 @@ from smg_grpc_proto.generated import vllm_engine_pb2
 
 from server.core import ServiceError
 from server.core.tenants import Tenants, read_tokens
-from server.grpc_server import GrpcDoor, GrpcOptions, TlsFiles
+from server.core.tls import TlsFiles
+from server.grpc_server import GrpcDoor, GrpcOptions
 from server.grpc_server.door import NATIVE_SERVICE, VLLM_SERVICE
 from server.proto.jaxserve.v1 import engine_pb2 as pb
 from server.proto.jaxserve.v1 import engine_pb2_grpc

@@ -1,0 +1,82 @@
+"""Runs the HTTP application in the event loop of the service, beside the gRPC server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import ssl
+from collections.abc import Iterator, Mapping
+
+import uvicorn
+
+from server.core import Service
+from server.core.tls import TlsFiles
+from server.http.app import build_app
+from server.http.options import HttpOptions
+
+_START_POLL = 0.005
+
+
+class _Uvicorn(uvicorn.Server):
+    """Leaves signals to the process, which has more to stop than this."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class HttpDoor:
+    """Serves a service over HTTP, in the event loop that starts it."""
+
+    def __init__(
+        self,
+        service: Service,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        tls: TlsFiles | None = None,
+        tokens: Mapping[str, str] | None = None,
+    ) -> None:
+        """`port` 0 takes a free one; `tokens`: the tenant of each bearer token, None asks nobody for one."""
+        self._host = host
+        self._port = port
+        self._scheme = "http" if tls is None else "https"
+        config = uvicorn.Config(
+            build_app(service, HttpOptions(tokens=tokens)), log_config=None, access_log=False, lifespan="off"
+        )
+        if tls is not None:
+            config.ssl_certfile = str(tls.certificate)
+            config.ssl_keyfile = str(tls.key)
+            if tls.client_ca is not None:
+                config.ssl_ca_certs = str(tls.client_ca)
+                config.ssl_cert_reqs = ssl.CERT_REQUIRED
+        self._server = _Uvicorn(config)
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> str:
+        """Open the port; return the address. Raises ValueError if the port cannot be had."""
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        try:
+            listener = socket.create_server((self._host, self._port), family=family)
+        except OSError as error:
+            raise ValueError(f"cannot listen on {self._host}:{self._port}: {error}") from error
+        self._task = asyncio.create_task(self._server.serve(sockets=[listener]))
+        while not (self._server.started or self._task.done()):
+            await asyncio.sleep(_START_POLL)  # uvicorn has no event for it
+        if self._task.done():
+            await self._task
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"{self._scheme}://{host}:{listener.getsockname()[1]}"
+
+    async def leave(self) -> None:
+        """Nothing to announce: `/ready` asks the service."""
+
+    async def stop(self, grace: float) -> None:
+        """Close the port; answers that are still open after `grace` seconds are cut off."""
+        if self._task is None or self._task.done():
+            return
+        self._server.config.timeout_graceful_shutdown = max(1, round(grace))
+        self._server.force_exit = grace == 0
+        self._server.should_exit = True
+        await self._task
