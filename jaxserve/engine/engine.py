@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import jax
 import numpy as np
 
@@ -14,6 +16,8 @@ from jaxserve.engine.step import unpack_result
 from jaxserve.model.cache import page_layouts
 from jaxserve.model.transformer import Params
 from jaxserve.plan import EngineLimits, SlotLoad, StepHandle, StepPlan, StepResult
+
+logger = logging.getLogger(__name__)
 
 
 class DeviceEngine:
@@ -32,6 +36,7 @@ class DeviceEngine:
         self._programs = programs
         self._state = make_state(config, page_layouts(config, jax.default_backend()))
         self._compiles_when_ready = compile_counter().count
+        self._compiles_reported = 0
 
     @property
     def config(self) -> EngineConfig:
@@ -64,6 +69,7 @@ class DeviceEngine:
 
     def dispatch(self, plan: StepPlan) -> StepHandle:
         """Start a step and return at once; steps run in the order of dispatch."""
+        self._report_compiles()
         program = self._programs.steps[plan.shape]
         self._state, result = program.run(self._params, self._state, program.form.pack(plan))
         return StepHandle(plan, result)
@@ -72,3 +78,10 @@ class DeviceEngine:
         """Wait for a step and bring its result to the host."""
         num_logit_rows = sum(sequence.num_logit_rows for sequence in handle.plan.sequences)
         return unpack_result(np.asarray(handle.device_result), num_logit_rows)
+
+    def _report_compiles(self) -> None:
+        """Log it as a fault if this process has compiled since the last step: somebody waited for that."""
+        late = self.compiles_after_ready
+        if late > self._compiles_reported:
+            logger.warning("%d programs compiled while serving", late - self._compiles_reported)
+            self._compiles_reported = late
