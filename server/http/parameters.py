@@ -14,6 +14,18 @@ MAX_STOP_STRINGS = 64
 UNLIMITED = 2**31 - 1
 """As max_tokens: more than any context holds."""
 
+_INTEGERS = ("n", "top_k", "min_tokens", "seed")
+_NUMBERS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+_TOKEN_IDS = ("stop_token_ids", "allowed_token_ids", "bad_token_ids")
+_FLAGS = {"ignore_eos": False, "include_stop_str_in_output": False, "skip_special_tokens": True}
+
 
 def _is_text(value: object) -> bool:
     return isinstance(value, str)
@@ -67,27 +79,13 @@ def read_sampling(
 
     Raises ApiError (400) naming the parameter for a value of the wrong type or out of range.
     """
-    given: dict[str, Any] = (
-        {name: fields.integer(name) for name in ("n", "top_k", "min_tokens", "seed")}
-        | {
-            name: fields.number(name)
-            for name in (
-                "temperature",
-                "top_p",
-                "min_p",
-                "repetition_penalty",
-                "presence_penalty",
-                "frequency_penalty",
-            )
-        }
-        | {name: fields.token_ids(name) for name in ("stop_token_ids", "allowed_token_ids", "bad_token_ids")}
-    )
+    given: dict[str, Any] = {name: fields.integer(name) for name in _INTEGERS}
+    given |= {name: fields.number(name) for name in _NUMBERS}
+    given |= {name: fields.token_ids(name) for name in _TOKEN_IDS}
+    given |= {name: fields.flag(name, default) for name, default in _FLAGS.items()}
     given |= {
         "logit_bias": _read_logit_bias(fields),
         "stop": fields.texts("stop", MAX_STOP_STRINGS),
-        "ignore_eos": fields.flag("ignore_eos"),
-        "include_stop_str_in_output": fields.flag("include_stop_str_in_output"),
-        "skip_special_tokens": fields.flag("skip_special_tokens", True),
         "max_tokens": max_tokens,
         "logprobs": logprobs,
         "prompt_logprobs": prompt_logprobs,
