@@ -14,7 +14,7 @@ from jaxserve.loop import HostLoop, LoopSnapshot, LoopStoppedError
 from jaxserve.outputs import AnswerDelta
 from jaxserve.plan import EngineLimits, SamplingParams
 
-_Item = AnswerDelta | LoopStoppedError
+_Item = AnswerDelta | Exception
 
 
 class AnswerStream:
@@ -43,8 +43,8 @@ class AnswerStream:
         except asyncio.CancelledError:
             await self.aclose()
             raise
-        if isinstance(item, LoopStoppedError):
-            self._end()
+        if isinstance(item, Exception):
+            await self.aclose()
             raise item
         if item.output is not None:
             self._end()
@@ -55,13 +55,20 @@ class AnswerStream:
         ready: list[AnswerDelta] = []
         while not (self._ended or self._queue.empty()):
             item = self._queue.get_nowait()
-            if isinstance(item, LoopStoppedError):
-                self._queue.put_nowait(item)  # Nothing follows a failure, so it stays the last.
+            if isinstance(item, Exception):
+                self._queue.put_nowait(item)
                 break
             if item.output is not None:
                 self._end()
             ready.append(item)
         return ready
+
+    def interrupt(self, error: Exception) -> None:
+        """Abort the request, and raise this in whoever listens, after what has arrived: also if the engine
+        hangs. Call it in the stream's event loop. No effect on a stream that has ended."""
+        if not self._ended:
+            self._queue.put_nowait(error)
+            self._abort_if_open()
 
     async def aclose(self) -> None:
         """Stop listening; a request that has not ended is aborted. Does not wait for that."""

@@ -64,12 +64,10 @@ class Generation:
         return deltas
 
     def fail(self, error: ServiceError) -> None:
-        """The stream ends with this error, which whoever reads it gets next; no effect on an ended one.
-
-        The engine's request is not aborted by it.
-        """
+        """Abort the request; whoever reads the stream gets this error next. No effect on an ended one."""
         if not self._ended:
             self._failure = error
+            self._stream.interrupt(error)
             self._end(None, error)
 
     async def aclose(self) -> None:

@@ -221,7 +221,6 @@ class Service:
             generation.fail(
                 ServiceError(Status.UNAVAILABLE, "the server has shut down before the answer's end")
             )
-            await generation.aclose()
         return not left
 
     async def _admit(self, request: GenerateRequest, arrival: float) -> Generation:
@@ -252,7 +251,7 @@ class Service:
         self._open[name] = generation
         if request.deadline is not None:
             remaining = request.deadline - (time.monotonic() - arrival)
-            expire = functools.partial(self._expire, name, weakref.ref(generation), request.deadline)
+            expire = functools.partial(_expire, weakref.ref(generation), request.deadline)
             timers.append(asyncio.get_running_loop().call_later(remaining, expire))
         return generation
 
@@ -306,13 +305,13 @@ class Service:
         for observe in self.observers:
             observe(record)
 
-    def _expire(self, name: str, reference: weakref.ref[Generation], seconds: float) -> None:
-        """A deadline has passed: the reader learns it from the delta with which the abort ends the stream."""
-        generation = reference()
-        if generation is not None:
-            message = f"the deadline of {seconds:.3f} s has passed"
-            generation.fail(ServiceError(Status.DEADLINE_EXCEEDED, message))
-            self.engine.abort(name)
+
+def _expire(reference: weakref.ref[Generation], seconds: float) -> None:
+    """A deadline has passed."""
+    generation = reference()
+    if generation is not None:
+        message = f"the deadline of {seconds:.3f} s has passed"
+        generation.fail(ServiceError(Status.DEADLINE_EXCEEDED, message))
 
 
 def _longest_sequence(limits: EngineLimits) -> int:

@@ -15,6 +15,7 @@ from server.core import Service
 from server.core.tenants import Tenants
 from server.core.tls import TlsFiles
 from server.grpc_server.guard import TokenGuard
+from server.grpc_server.malformed import DecodeGuard
 from server.grpc_server.native import NativeServicer
 from server.grpc_server.vllm import VllmServicer
 from server.proto.jaxserve.v1 import engine_pb2, engine_pb2_grpc
@@ -57,8 +58,8 @@ class GrpcDoor:
         self._options = options
         self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
         tenants = Tenants(options.tokens)
-        interceptors = [] if options.tokens is None else [TokenGuard(tenants)]
-        self._server = grpc.aio.server(interceptors=interceptors, options=_OPTIONS)
+        guards = [DecodeGuard()] if options.tokens is None else [TokenGuard(tenants), DecodeGuard()]
+        self._server = grpc.aio.server(interceptors=guards, options=_OPTIONS)
         engine_pb2_grpc.add_EngineServicer_to_server(NativeServicer(service, tenants), self._server)
         vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(VllmServicer(service, tenants), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -137,6 +138,21 @@ def test_the_deadline_ends_a_request_and_frees_it() -> None:
             assert service.statistics.num_failed == {Status.DEADLINE_EXCEEDED: 1}
             in_time = replace(request, params=GREEDY, deadline=20.0)
             assert await answer(service, in_time) == expected("x", GREEDY)
+
+    asyncio.run(main())
+
+
+def test_the_deadline_does_not_wait_for_the_device() -> None:
+    class HangingEngine(PacedEngine):
+        pace = 0.5
+
+    async def main() -> None:
+        async with serving(HangingEngine(fake_limits())) as (service, _):
+            before = time.monotonic()
+            with pytest.raises(ServiceError) as caught:
+                await answer(service, GenerateRequest(text="x", params=ENDLESS, deadline=0.02))
+            assert caught.value.status is Status.DEADLINE_EXCEEDED
+            assert time.monotonic() - before < 0.4
 
     asyncio.run(main())
 
