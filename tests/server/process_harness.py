@@ -1,0 +1,50 @@
+"""A server in a process of its own, and its clients."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import httpx
+
+from server.proto.jaxserve.v1 import engine_pb2_grpc
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass
+class Running:
+    """`tests.server.fake_server`, and a client of each door."""
+
+    process: asyncio.subprocess.Process
+    address: str
+    """Of the gRPC door."""
+    stub: Any
+    http: httpx.AsyncClient
+
+
+@asynccontextmanager
+async def running(*arguments: str) -> AsyncIterator[Running]:
+    """Start a server; kill it if it is still there at the end."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-m", "tests.server.fake_server", *arguments),
+        cwd=ROOT,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        assert process.stdout is not None
+        address, url = (await process.stdout.readline()).decode().split()
+        async with grpc.aio.insecure_channel(address) as channel, httpx.AsyncClient(base_url=url) as http:
+            yield Running(process, address, engine_pb2_grpc.EngineStub(channel), http)
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
