@@ -13,9 +13,11 @@ from collections.abc import Callable
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jaxserve.config import LogprobsMode
 from jaxserve.engine.state import PROMPT_FLAG, DeviceState
+from sharding import named_sharding
 
 NEGATIVE = -jnp.inf
 
@@ -86,6 +88,7 @@ def sample(
     *,
     max_logprobs: int,
     logprobs_mode: LogprobsMode,
+    mesh: Mesh | None = None,
 ) -> Sampled:
     """Choose a token for each row and report on it.
 
@@ -94,8 +97,12 @@ def sample(
         next_known_R: int32 the token that already follows the row, -1 where one is to be sampled.
         max_logprobs: alternatives reported for each row (A).
         logprobs_mode: whether they are of the model or of the distribution sampled from.
+        mesh: what the vocabulary is cut over, if anything.
     """
     adjusted_RV = adjust_logits(logits_RV, rows, state)
+    if mesh is not None:  # Left to itself, the partitioner gathers them whole around the conditions below.
+        cut = named_sharding(adjusted_RV.shape, (None, "vocab"), mesh)
+        adjusted_RV = jax.lax.with_sharding_constraint(adjusted_RV, cut)
     drawn_R = jax.lax.cond(jnp.any(rows.temperature > 0.0), draw, lambda x, _: _argmax(x), adjusted_RV, rows)
     token_R = jnp.where(next_known_R >= 0, next_known_R, drawn_R)
 

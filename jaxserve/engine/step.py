@@ -120,6 +120,7 @@ def run_step(
         next_known_R,
         max_logprobs=transformer.config.max_logprobs,
         logprobs_mode=transformer.config.logprobs_mode,
+        mesh=transformer.mesh,
     )
     state = _append_tokens(state, slot_R, next_position_R, is_last_R, sampled.token, form.num_slots)
     num_computed = state.num_computed.at[batch.slot_S].add(batch.num_tokens_S)
