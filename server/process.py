@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
@@ -12,6 +13,8 @@ from server.core import Service
 
 FAILED = 1
 STOPPED_AT_ONCE = 130
+
+_log = logging.getLogger("jaxserve.server")
 
 _FAILURE_POLL = 0.05
 _LAST_WORDS = 2.0
@@ -70,6 +73,7 @@ async def serve(
         await asyncio.gather(*(door.stop(0 if at_once else _LAST_WORDS) for door in doors))
         signals.restore()
     if engine.failure is not None:
+        _log.error("the engine has failed", exc_info=engine.failure)
         return FAILED
     if at_once:
         return STOPPED_AT_ONCE  # The device may be what hangs: it is not waited for.

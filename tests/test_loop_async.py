@@ -211,3 +211,65 @@ def test_the_idle_thread_sleeps() -> None:
 
     with serving() as (engine, _):
         asyncio.run(main(engine))
+
+
+def test_a_listener_that_lags_takes_what_has_arrived() -> None:
+    async def main(engine: Engine) -> None:
+        stream = engine.submit([1], SHORT)
+        first = await anext(stream)
+        while engine.num_open:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.02)
+        deltas = [first, *stream.take_ready()]
+        output = deltas[-1].output
+        assert output is not None
+        assert [token for delta in deltas for token in delta.token_ids] == output.outputs[0].token_ids
+        assert stream.take_ready() == []
+        with pytest.raises(StopAsyncIteration):
+            await anext(stream)
+
+    with serving() as (engine, _):
+        asyncio.run(main(engine))
+
+
+def test_an_interrupted_listener_need_not_wait_for_the_device() -> None:
+    class HangingEngine(FakeEngine):
+        def collect(self, handle: StepHandle) -> StepResult:
+            time.sleep(0.3)
+            return super().collect(handle)
+
+    async def main(engine: Engine) -> None:
+        stream = engine.submit([1], ENDLESS)
+        asyncio.get_running_loop().call_later(0.01, stream.interrupt, TimeoutError("too late"))
+        before = time.monotonic()
+        with pytest.raises(TimeoutError, match="too late"):
+            await anext(stream)
+        assert time.monotonic() - before < 0.25
+        assert stream.take_ready() == []
+        with pytest.raises(StopAsyncIteration):
+            await anext(stream)
+
+    with serving(HangingEngine(LIMITS)) as (engine, _):
+        asyncio.run(main(engine))
+
+
+def test_a_snapshot_shows_what_runs_and_what_is_free() -> None:
+    async def main(engine: Engine) -> None:
+        idle = engine.snapshot()
+        assert idle.num_free_pages == (LIMITS.num_pages[0] - 1,)
+        assert (idle.num_open, idle.num_running, idle.num_waiting) == (0, 0, 0)
+        streams = [engine.submit([1, 2], ENDLESS) for _ in range(LIMITS.num_slots + 3)]
+        assert engine.num_open == len(streams)
+        await anext(streams[0])
+        await anext(streams[0])
+        busy = engine.snapshot()
+        assert (busy.num_open, busy.num_running, busy.num_waiting) == (len(streams), LIMITS.num_slots, 3)
+        assert busy.num_free_pages < idle.num_free_pages
+        assert busy.num_steps > 0
+        assert busy.num_sampled >= LIMITS.num_slots
+        for stream in streams:
+            await stream.aclose()
+
+    with serving() as (engine, loop):
+        asyncio.run(main(engine))
+    assert loop.snapshot().num_free_pages == (LIMITS.num_pages[0] - 1,)

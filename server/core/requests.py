@@ -12,6 +12,9 @@ from jaxserve.plan import SamplingParams
 from jaxserve.text import Message
 from server.core.errors import ServiceError, Status
 
+MAX_NAME_LEN = 256
+"""Characters of a request id or a tenant's name."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateRequest:
@@ -53,6 +56,12 @@ class GenerateRequest:
             raise ServiceError(
                 Status.INVALID_ARGUMENT, "a request needs exactly one of text, token ids and messages"
             )
+        for name, value in (("request_id", self.request_id or ""), ("tenant", self.tenant)):
+            if len(value) > MAX_NAME_LEN:
+                raise ServiceError(
+                    Status.INVALID_ARGUMENT,
+                    f"{name} has {len(value)} characters; the limit is {MAX_NAME_LEN}",
+                )
         if self.deadline is not None and math.isnan(self.deadline):
             raise ServiceError(Status.INVALID_ARGUMENT, "the deadline is not a number of seconds")
         if self.deadline is not None and self.deadline <= 0:

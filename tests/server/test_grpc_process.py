@@ -85,5 +85,7 @@ def test_a_failing_device_ends_every_stream_and_the_process() -> None:
             for error in await asyncio.gather(*map(failure, calls)):
                 assert error.code() is grpc.StatusCode.INTERNAL
             assert await process.wait() == 1
+            assert process.stderr is not None
+            assert "the device has gone" in (await process.stderr.read()).decode()
 
     asyncio.run(main())

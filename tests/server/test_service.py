@@ -82,6 +82,8 @@ def test_the_three_kinds_of_prompt() -> None:
         ({"model": "other"}, Status.NOT_FOUND, "'other'"),
         ({"deadline": 0.0}, Status.DEADLINE_EXCEEDED, "passed"),
         ({"deadline": float("nan")}, Status.INVALID_ARGUMENT, "deadline"),
+        ({"request_id": "x" * 257}, Status.INVALID_ARGUMENT, "256"),
+        ({"tenant": "x" * 257}, Status.INVALID_ARGUMENT, "256"),
         ({"priority": "gold"}, Status.INVALID_ARGUMENT, "'gold'"),
         ({"cache_namespace": "mine"}, Status.UNIMPLEMENTED, "prefix"),
         ({"cache_read": True}, Status.UNIMPLEMENTED, "prefix"),
