@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 DEFAULT_GRPC_PORT = 50051
 
+_PACKAGES = ("grpc", "grpc_health", "grpc_reflection", "smg_grpc_proto", "starlette", "uvicorn")
+"""Of the `server` extra."""
+
 _DESCRIPTION = """Serves a model over gRPC (jaxserve.v1.Engine and vllm.grpc.engine.VllmEngine, with health
 and reflection) and, with --http-port, over HTTP as OpenAI does. Without certificates and tokens it listens on
 the loopback only. SIGTERM or Ctrl-C lets running requests end; a second one does not."""
@@ -96,11 +99,13 @@ class Serve:
         add_engine_arguments(parser)
 
     def run(self, args: argparse.Namespace) -> int:
-        if find_spec("grpc") is None:
+        if any(find_spec(package) is None for package in _PACKAGES):
             raise ValueError("serving needs further packages: pip install 'jaxserve[server]'")
         access = read_access(args)
         if args.max_waiting < 0:
             raise ValueError(f"--max-waiting {args.max_waiting} is negative")
+        if not args.drain_seconds >= 0:
+            raise ValueError(f"--drain-seconds {args.drain_seconds} is not a number from 0 up")
         from jaxserve.engine.build import EngineOptions
         from jaxserve.opened_model import open_model
 

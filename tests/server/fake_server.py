@@ -12,11 +12,7 @@ from server.grpc_server import GrpcDoor, GrpcOptions
 from server.http_door import HttpDoor
 from server.process import serve
 from tests.fake_model import fake_limits
-from tests.server.harness import IDENTITY, TOKENIZER, PacedEngine
-
-
-class SlowEngine(PacedEngine):
-    pace = 0.01
+from tests.server.harness import IDENTITY, TOKENIZER, SlowEngine
 
 
 async def main(fail_at: int | None, drain_seconds: float) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -9,7 +10,7 @@ from contextlib import asynccontextmanager
 from jaxserve.async_engine import Engine
 from jaxserve.loop import HostLoop
 from jaxserve.opened_model import make_loop
-from jaxserve.plan import SamplingParams, StepHandle, StepResult
+from jaxserve.plan import EngineLimits, SamplingParams, StepHandle, StepResult
 from server.core import GenerateRequest, ModelIdentity, Service
 from server.core.identity import tokenizer_fingerprint
 from tests.fake_engine import FakeEngine, expected_answer
@@ -37,6 +38,24 @@ class PacedEngine(FakeEngine):
 
     def collect(self, handle: StepHandle) -> StepResult:
         time.sleep(self.pace)
+        return super().collect(handle)
+
+
+class SlowEngine(PacedEngine):
+    """Takes so long that a test can meet a request in the middle: ENDLESS lasts two seconds."""
+
+    pace = 0.02
+
+
+class HangingEngine(FakeEngine):
+    """Brings no result before it is released."""
+
+    def __init__(self, limits: EngineLimits) -> None:
+        super().__init__(limits)
+        self.released = threading.Event()
+
+    def collect(self, handle: StepHandle) -> StepResult:
+        assert self.released.wait(30)
         return super().collect(handle)
 
 

@@ -66,6 +66,8 @@ def test_files_of_certificates_and_tokens(tmp_path: Path) -> None:
 def test_bad_arguments_are_refused_before_anything_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ValueError, match="--max-waiting -1"):
         SERVE.run(parse("--max-waiting", "-1"))
+    with pytest.raises(ValueError, match="--drain-seconds nan"):
+        SERVE.run(parse("--drain-seconds", "nan"))
     with pytest.raises(SystemExit):
         parse("--grpc-port", "70000")
     assert "'70000' is no port" in capsys.readouterr().err

@@ -24,8 +24,9 @@ from server.grpc_server import GrpcDoor, GrpcOptions
 from server.grpc_server.door import NATIVE_SERVICE, VLLM_SERVICE
 from server.proto.jaxserve.v1 import engine_pb2 as pb
 from server.proto.jaxserve.v1 import engine_pb2_grpc
+from tests.fake_model import fake_limits
 from tests.server.grpc_harness import Served, failure, grpc_serving
-from tests.server.harness import ENDLESS, GREEDY, serving
+from tests.server.harness import ENDLESS, GREEDY, SlowEngine, serving
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -48,7 +49,7 @@ def test_the_services_have_their_published_names() -> None:
 
 def test_a_server_that_drains_is_alive_and_not_ready() -> None:
     async def main() -> None:
-        async with grpc_serving() as served:
+        async with grpc_serving(SlowEngine(fake_limits())) as served:
             assert [await health(served, name) for name in ("", NATIVE_SERVICE, VLLM_SERVICE)] == [
                 SERVING
             ] * 3
@@ -91,7 +92,9 @@ def test_tokens_are_tenants() -> None:
         return (("authorization", f"Bearer {token}"),)
 
     async def main() -> None:
-        async with grpc_serving(tokens={"secret-a": "a", "secret-b": "b"}) as served:
+        async with grpc_serving(
+            SlowEngine(fake_limits()), tokens={"secret-a": "a", "secret-b": "b"}
+        ) as served:
             native = served.native
             for metadata in (None, bearer("wrong"), (("authorization", "Basic secret-a"),)):
                 for call in (

@@ -20,8 +20,9 @@ from jaxserve.plan import SamplingParams
 from server.grpc_server.tokenizer_archive import archive
 from server.grpc_server.vllm_messages import read_params
 from server.proto.jaxserve.v1 import engine_pb2 as native_pb
+from tests.fake_model import fake_limits
 from tests.server.grpc_harness import Served, failure, grpc_serving, streamed_ids
-from tests.server.harness import ENDLESS, GREEDY, IDENTITY, TOKENIZER, expected
+from tests.server.harness import ENDLESS, GREEDY, IDENTITY, TOKENIZER, SlowEngine, expected
 
 PROMPT = TOKENIZER.encode("hello")
 
@@ -202,7 +203,7 @@ def test_refusals_have_a_status_and_a_sentence(message: pb.GenerateRequest, code
 
 def test_abort_and_cancel() -> None:
     async def main() -> None:
-        async with grpc_serving() as served:
+        async with grpc_serving(SlowEngine(fake_limits())) as served:
             stream = aiter(served.vllm.Generate(request(ENDLESS, fields={"request_id": "mine"})))
             await anext(stream)
             await served.vllm.Abort(pb.AbortRequest(request_ids=["mine", "unknown"]))
@@ -220,7 +221,7 @@ def test_abort_and_cancel() -> None:
 
 def test_model_server_load_and_health() -> None:
     async def main() -> None:
-        async with grpc_serving() as served:
+        async with grpc_serving(SlowEngine(fake_limits())) as served:
             vllm = served.vllm
             model = await vllm.GetModelInfo(pb.GetModelInfoRequest())
             assert (model.served_model_name, model.model_path) == ("fake", IDENTITY.path)
