@@ -122,8 +122,7 @@ def resolve_config(
         max_model_len=max_model_len,
         num_slots=num_slots,
         decode_rows=_ladder(SHAPE_INVARIANT_ROWS if options.deterministic else 1, num_slots),
-        # Every rung is a program to compile or read: with few sequences, starting fast matters more.
-        chunk_rows=_ladder(16 if num_slots > FEW_SLOTS else 64, max(max_chunk, num_slots)),
+        chunk_rows=_ladder(_lowest_chunk(options, num_slots), max(max_chunk, num_slots)),
         compute_format=dtype,
         max_logprobs=min(options.max_logprobs, model.vocab_size),
         logprobs_mode=options.logprobs_mode,
@@ -140,6 +139,14 @@ def _ladder(lowest: int, highest: int) -> tuple[int, ...]:
         rungs.append(rung)
         rung *= 4
     return (*rungs, max(lowest, highest))
+
+
+def _lowest_chunk(options: EngineOptions, num_slots: int) -> int:
+    """Rows of the smallest chunk step."""
+    if options.deterministic:  # which decodes in chunk steps too
+        return SHAPE_INVARIANT_ROWS
+    # Every rung is a program to compile or read: with few sequences, starting fast matters more.
+    return 16 if num_slots > FEW_SLOTS else 64
 
 
 def _layer_loop(platform: str) -> LayerLoop:

@@ -229,6 +229,8 @@ class Transformer:
                 window=kind.window,
                 softcap=model.attn_softcap,
                 context_block=self.config.context_block,
+                # A tile of one row wastes the rest of it, which only the exact order makes dear.
+                query_tile=4 if self.config.deterministic else 16,
                 exact_order=self.config.deterministic,
             ),
             single=single,

@@ -11,6 +11,7 @@ import pytest
 
 from jaxserve.config import EngineConfig, LayerKind, ModelConfig
 from jaxserve.engine.build import EngineOptions, resolve_config
+from jaxserve.engine.ladder import decode_shapes
 from jaxserve.weights import pull
 from pallas_kernels.page_layout import PageLayout
 
@@ -44,8 +45,10 @@ def test_a_cpu_engine_has_few_shapes() -> None:
 
 
 def test_shape_invariant_numerics_have_no_single_row() -> None:
-    assert resolved(EngineOptions(num_slots=1, deterministic=True)).decode_rows == (4,)
-    assert resolved(EngineOptions(num_slots=16, deterministic=True)).decode_rows == (4, 16)
+    for num_slots in (1, 16):
+        config = resolved(EngineOptions(num_slots=num_slots, deterministic=True))
+        assert config.chunk_rows == (4, 16, 64, 256)
+        assert decode_shapes(config) == ()
 
 
 def test_all_slots_can_fill_up_where_memory_allows() -> None:

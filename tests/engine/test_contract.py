@@ -143,8 +143,8 @@ def invariant(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return small_engine(
         folder,
         num_slots=8,
-        decode_rows=(4, 8),
-        chunk_rows=(16, 64),
+        decode_rows=(8,),
+        chunk_rows=(4, 16, 64),
         max_logprobs=64,
         compute_format=request.param,
         deterministic=True,
