@@ -61,6 +61,9 @@ class HttpDoor:
             listener = socket.create_server((self._host, self._port), family=family)
         except OSError as error:
             raise ValueError(f"cannot listen on {self._host}:{self._port}: {error}") from error
+        # asyncio sets this only where it makes the socket itself; without it a short answer waits for the
+        # client's delayed acknowledgement, some 40 ms. Accepted connections inherit it.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._task = asyncio.create_task(self._server.serve(sockets=[listener]))
         while not (self._server.started or self._task.done()):
             await asyncio.sleep(_START_POLL)  # uvicorn has no event for it
