@@ -11,7 +11,7 @@ from typing import Any, TypeVar, Unpack
 from tqdm.auto import tqdm  # pyright: ignore[reportMissingModuleSource]
 
 from jaxserve.config import EngineConfig
-from jaxserve.engine.build import EngineOptions
+from jaxserve.engine.build import engine_options
 from jaxserve.engine.engine import DeviceEngine
 from jaxserve.offline import AnswerIterator, OfflineLoop
 from jaxserve.opened_model import EngineSettings, OpenedModel, make_loop, open_model
@@ -72,7 +72,7 @@ class LLM:
             ValueError: a model that cannot be read, or a setting that cannot be met, with the limit.
             PullError: a download failed.
         """
-        options = EngineOptions(**settings)
+        options = engine_options(settings)
         if isinstance(model, str | os.PathLike):
             model = open_model(model, progress=progress)
         self._tokenizer = model.tokenizer

@@ -106,9 +106,9 @@ def start_engine(
         TypeError: a setting that does not exist.
         ValueError: a model that cannot be read, or a setting that cannot be met.
     """
-    from jaxserve.engine.build import EngineOptions
+    from jaxserve.engine.build import engine_options
 
-    options = EngineOptions(**settings)
+    options = engine_options(settings)
     if not isinstance(model, OpenedModel):
         model = open_model(model, progress=progress)
     engine = model.build_engine(options, progress=progress)

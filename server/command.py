@@ -100,7 +100,7 @@ class Serve:
 
     def run(self, args: argparse.Namespace) -> int:
         if any(find_spec(package) is None for package in _PACKAGES):
-            raise ValueError("serving needs further packages: pip install 'jaxserve[server]'")
+            raise ValueError("serving needs the extra `server`: in the checkout, pip install -e '.[server]'")
         access = read_access(args)
         if args.max_waiting < 0:
             raise ValueError(f"--max-waiting {args.max_waiting} is negative")

@@ -14,10 +14,13 @@ REPOSITORY = Path(jaxserve.__file__).resolve().parent.parent
 
 
 def run_python(code: str, *path: Path) -> subprocess.CompletedProcess[str]:
-    """Run code in a fresh interpreter that looks for packages in these folders alone, in this order."""
+    """Run code in a fresh interpreter that looks for packages in these folders alone, in this order.
+
+    Without site-packages (-S): an installed jaxserve would be found there.
+    """
     lines = [f"import sys; sys.path[:0] = {[str(folder) for folder in path]}", code]
     return subprocess.run(
-        [sys.executable, "-P", "-c", "\n".join(lines)],
+        [sys.executable, "-P", "-S", "-c", "\n".join(lines)],
         capture_output=True,
         text=True,
         check=False,

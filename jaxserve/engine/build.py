@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -75,6 +75,15 @@ class EngineOptions:
         for name, known in _CHOICES.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} {getattr(self, name)!r} is not one of {', '.join(known)}")
+
+
+def engine_options(settings: Mapping[str, Any]) -> EngineOptions:
+    """Options from keyword arguments. Raises TypeError, listing the options, for one that does not exist."""
+    known = [option.name for option in fields(EngineOptions)]
+    for name in settings:
+        if name not in known:
+            raise TypeError(f"unexpected keyword argument {name!r}; the options are {', '.join(known)}")
+    return EngineOptions(**settings)
 
 
 def build_engine(
@@ -192,7 +201,8 @@ def _resolve_pages(
     num_pages = tuple(int(pages * share) for pages in wanted)
     if min(num_pages) < 2:
         raise ValueError(
-            f"{budget} bytes of KV memory hold {num_pages} pages of {page_size} tokens; at least 2 are needed"
+            f"{budget} bytes of KV memory hold {min(num_pages)} pages of {page_size} tokens "
+            "in a cache group; at least 2 are needed"
         )
     return num_pages
 
