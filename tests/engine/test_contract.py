@@ -145,7 +145,7 @@ def invariant(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
         num_slots=8,
         decode_rows=(8,),
         chunk_rows=(4, 16, 64),
-        max_logprobs=64,
+        max_logprobs=256,
         compute_format=request.param,
         deterministic=True,
     )
@@ -153,10 +153,10 @@ def invariant(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 def test_shape_invariant_numerics_are_bitwise_equal(invariant: DeviceEngine) -> None:
     rng = np.random.default_rng(9)
-    params = SamplingParams(
-        temperature=0.9, seed=3, max_tokens=24, ignore_eos=True, logprobs=64, prompt_logprobs=64
-    )
     vocab = invariant.limits.vocab_size
+    params = SamplingParams(
+        temperature=0.9, seed=3, max_tokens=24, ignore_eos=True, logprobs=vocab, prompt_logprobs=vocab
+    )
     requests = [(rng.integers(3, vocab, length).tolist(), params) for length in (1, 7, 16, 33, 50, 90)]
     expected = serve(HostLoop(invariant, overlap=False, max_chunk=64), requests, together=False)
     for max_chunk in (16, 5, 64):
