@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 import grpc.aio
 
 from server.core.tenants import Tenants
-
-_TRACE_PARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+from server.core.trace import read_trace_parent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,9 +29,8 @@ class Caller:
 def identify_caller(context: grpc.aio.ServicerContext, tenants: Tenants, claimed_tenant: str = "") -> Caller:
     """Who calls. Raises ServiceError without a token where one is needed, or for another one's tenant."""
     metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
-    trace_parent = metadata.get("traceparent", "")
     return Caller(
         tenant=tenants.tenant(metadata.get("authorization", ""), claimed_tenant),
         seconds_left=context.time_remaining(),
-        trace_parent=trace_parent if _TRACE_PARENT.fullmatch(trace_parent) else "",
+        trace_parent=read_trace_parent(metadata.get("traceparent")),
     )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -14,7 +12,6 @@ from server.http.errors import from_service
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
 """For probes and scrapers: they say nothing of any request."""
-_TRACE_PARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 class BearerAuth:
@@ -38,9 +35,3 @@ class BearerAuth:
         if scope["path"] in OPEN_PATHS:
             return ""
         return self._tenants.authenticate(Headers(scope=scope).get("authorization", ""))
-
-
-def trace_parent(headers: Headers) -> str:
-    """W3C trace context of the caller, "" where there is none or a malformed one, which is to be ignored."""
-    given = headers.get("traceparent", "")
-    return given if _TRACE_PARENT.fullmatch(given) else ""

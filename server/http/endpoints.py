@@ -12,9 +12,9 @@ from starlette.types import ASGIApp
 
 from jaxserve.text import Tokenizer
 from server.core import GenerateRequest, Generation, Service
+from server.core.trace import read_trace_parent
 from server.http.answers import AnswerFormat, Identity, Json
 from server.http.body import read_json_object
-from server.http.caller import trace_parent
 from server.http.chat import ChatAnswer, read_chat
 from server.http.completions import CompletionAnswer, read_completion
 from server.http.errors import ApiError
@@ -116,7 +116,7 @@ class Endpoints:
 
     async def _admit(self, call: Call, name: str, request: Request) -> list[Generation]:
         """All prompts of a call, or none."""
-        tenant, trace = request.scope["tenant"], trace_parent(request.headers)
+        tenant, trace = request.scope["tenant"], read_trace_parent(request.headers.get("traceparent"))
         generations: list[Generation] = []
         try:
             for index, prompt in enumerate(call.prompts):
