@@ -84,6 +84,8 @@ class RequestOutput:
     seed: int
     """The seed in force, the request's own or the one drawn for it."""
     metrics: RequestMetrics
+    num_cached_tokens: int = 0
+    """Prompt tokens whose keys and values were found in the prefix cache when it first started."""
     finished: bool = True
 
 

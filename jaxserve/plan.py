@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,18 @@ FloatArray = npt.NDArray[np.float32]
 MAX_BIASES = 512
 MAX_STOP_IDS = 32
 MAX_SEED = 2**63 - 1
+
+GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "ebnf"]
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """What an answer must be; its tokens are chosen so that it is."""
+
+    kind: GrammarKind
+    text: str = ""
+    """A JSON schema, a regular expression, a JSON list of strings to choose from, or an EBNF grammar, by
+    `kind`; nothing for any JSON object."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +81,8 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     """The same for the prompt's tokens, from the second on."""
     skip_special_tokens: bool = True
+    grammar: Grammar | None = None
+    """If given, the answer is a text of this grammar, ended where it is complete."""
 
     def __post_init__(self) -> None:
         _check_range("n", self.n, 1, 1024)
