@@ -40,7 +40,7 @@ class NullEngine:
         return StepHandle(plan, None)
 
     def collect(self, handle: StepHandle) -> StepResult:
-        rows = sum(sequence.num_logit_rows for sequence in handle.plan.sequences)
+        rows = int(handle.plan.num_logit_rows.sum())
         nothing = np.zeros((rows, 20), np.int32)
         zeros = np.zeros(rows, np.int32)
         return StepResult(zeros, zeros.astype(np.float32), zeros, nothing, nothing.astype(np.float32))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -157,8 +157,7 @@ class StepShape:
     """Whether every sequence has exactly one row, which has its own, cheaper program."""
 
 
-@dataclass(frozen=True)
-class PageGrant:
+class PageGrant(NamedTuple):
     """From this step on, the slot's `index`-th page in cache group `group` is `page`."""
 
     group: int
@@ -167,8 +166,7 @@ class PageGrant:
     page: int
 
 
-@dataclass(frozen=True)
-class SequencePlan:
+class SequencePlan(NamedTuple):
     """One sequence's part in a step: its next `num_tokens` tokens after the computed ones."""
 
     slot: int
@@ -177,17 +175,43 @@ class SequencePlan:
     """How many of the last of these rows get logits: 1, or all for prompt log-probs."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StepPlan:
-    """One device call. Logit rows come back in the order of the sequences, each one's rows ascending."""
+    """One device call, as arrays over its S sequences.
 
-    sequences: tuple[SequencePlan, ...]
-    grants: tuple[PageGrant, ...]
+    Logit rows come back in the order of the sequences, each one's rows ascending.
+    """
+
+    slots: IntArray
+    """[S]."""
+    num_tokens: IntArray
+    """[S] rows of each sequence."""
+    num_logit_rows: IntArray
+    """[S] of these, the last that get logits."""
+    grants: IntArray
+    """[X, 4] page grants: group, slot, index, page."""
     shape: StepShape
+
+    @classmethod
+    def of(cls, sequences: Sequence[SequencePlan], grants: Sequence[PageGrant], shape: StepShape) -> StepPlan:
+        """A plan from records, for whoever makes one by hand."""
+        columns = np.array(sequences, np.int32).reshape(-1, 3)
+        granted = np.array(grants, np.int32).reshape(-1, 4)
+        return cls(columns[:, 0], columns[:, 1], columns[:, 2], granted, shape)
 
     @property
     def num_rows(self) -> int:
-        return sum(sequence.num_tokens for sequence in self.sequences)
+        return int(self.num_tokens.sum())
+
+    @property
+    def sequences(self) -> list[SequencePlan]:
+        """The same as records, for whoever looks at single ones."""
+        columns = (self.slots.tolist(), self.num_tokens.tolist(), self.num_logit_rows.tolist())
+        return [SequencePlan(*row) for row in zip(*columns, strict=True)]
+
+    @property
+    def page_grants(self) -> list[PageGrant]:
+        return [PageGrant(*row) for row in self.grants.tolist()]
 
 
 @dataclass(frozen=True)

@@ -187,7 +187,7 @@ class FakeEngine:
 
     def dispatch(self, plan: StepPlan) -> StepHandle:
         self._check_shape(plan)
-        for grant in plan.grants:
+        for grant in plan.page_grants:
             self._grant(grant)
         used: set[tuple[int, int]] = set()
         for part in plan.sequences:
@@ -223,7 +223,7 @@ class FakeEngine:
             f"a chunk in the decode shape {shape}",
         )
         for group in range(len(self._limits.windows)):
-            num_grants = sum(grant.group == group for grant in plan.grants)
+            num_grants = sum(grant.group == group for grant in plan.page_grants)
             most = shape.rows // self._limits.page_size + shape.sequences
             _require(num_grants <= most, f"{num_grants} grants in group {group} of {shape}")
         _require(len({part.slot for part in plan.sequences}) == len(plan.sequences), "a slot twice in a step")

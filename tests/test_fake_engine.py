@@ -25,7 +25,7 @@ def plan(*sequences: SequencePlan, grants: tuple[PageGrant, ...] = ()) -> StepPl
     num_rows = sum(sequence.num_tokens for sequence in sequences)
     num_logit_rows = sum(sequence.num_logit_rows for sequence in sequences)
     shape = LIMITS.fit(num_rows, len(sequences), num_logit_rows, num_rows == len(sequences))
-    return StepPlan(sequences, grants, shape)
+    return StepPlan.of(sequences, grants, shape)
 
 
 def test_a_page_that_is_written_must_have_been_granted() -> None:

@@ -76,7 +76,7 @@ class DeviceEngine:
 
     def collect(self, handle: StepHandle) -> StepResult:
         """Wait for a step and bring its result to the host."""
-        num_logit_rows = sum(sequence.num_logit_rows for sequence in handle.plan.sequences)
+        num_logit_rows = int(handle.plan.num_logit_rows.sum())
         return unpack_result(np.asarray(handle.device_result), num_logit_rows)
 
     def _report_compiles(self) -> None:

@@ -69,7 +69,7 @@ def compile_programs(
     for shape in shapes:
         form = PlanFormat(shape, len(layouts), config.num_slots, config.cache.page_size)
         step = functools.partial(run_step, transformer, form)
-        vector = form.pack(StepPlan((), (), shape))
+        vector = form.pack(StepPlan.of((), (), shape))
         compiled = jax.jit(step, donate_argnums=1).lower(params, state, vector).compile()
         steps[shape] = StepProgram(form, compiled)
         on_progress(len(steps) + 1, len(shapes) + 1)

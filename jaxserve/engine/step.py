@@ -55,21 +55,24 @@ class PlanFormat:
     def pack(self, plan: StepPlan) -> np.ndarray:
         """The plan as one vector. Raises ValueError if it does not fit the shape."""
         slots, counts, logit_rows, grants = self._empty()
-        row = num_logit_rows = 0
-        for i, sequence in enumerate(plan.sequences):
-            slots[i], counts[i] = sequence.slot, sequence.num_tokens
-            row += sequence.num_tokens
-            wanted = sequence.num_logit_rows
-            logit_rows[num_logit_rows : num_logit_rows + wanted] = np.arange(row - wanted, row)
-            num_logit_rows += wanted
-        if row > self.shape.rows or num_logit_rows > self.shape.logit_rows:
-            raise ValueError(f"a plan of {row} rows and {num_logit_rows} logit rows for {self.shape}")
-        filled = [0] * self.num_groups
-        for grant in plan.grants:
-            if filled[grant.group] == self.num_grants:
-                raise ValueError(f"over {self.num_grants} page grants in one group for {self.shape}")
-            grants[grant.group, filled[grant.group]] = grant.slot, grant.index, grant.page
-            filled[grant.group] += 1
+        num_sequences, row_ends = len(plan.slots), np.cumsum(plan.num_tokens)
+        num_rows, num_logit_rows = plan.num_rows, int(plan.num_logit_rows.sum())
+        if num_rows > self.shape.rows or num_logit_rows > self.shape.logit_rows:
+            raise ValueError(f"a plan of {num_rows} rows and {num_logit_rows} logit rows for {self.shape}")
+        slots[:num_sequences], counts[:num_sequences] = plan.slots, plan.num_tokens
+        if num_logit_rows == num_sequences:
+            logit_rows[:num_sequences] = row_ends - 1
+        else:  # Row i of a sequence's last `n` logit rows is the row end - n + i.
+            firsts = np.cumsum(plan.num_logit_rows) - plan.num_logit_rows
+            shifts = row_ends - plan.num_logit_rows - firsts
+            logit_rows[:num_logit_rows] = np.arange(num_logit_rows) + np.repeat(shifts, plan.num_logit_rows)
+        for group in range(self.num_groups if len(plan.grants) else 0):
+            granted = plan.grants[plan.grants[:, 0] == group, 1:]
+            if len(granted) > self.num_grants:
+                raise ValueError(
+                    f"{len(granted)} page grants in one group, over {self.num_grants}: {self.shape}"
+                )
+            grants[group, : len(granted)] = granted
         return np.concatenate([slots, counts, logit_rows, grants.reshape(-1)])
 
     def unpack(self, vector: jax.Array) -> Batch:

@@ -132,7 +132,7 @@ class StepBuilder:
         num_sequences = len(self._sequences)
         shape = self._limits.fit(num_rows, num_sequences, num_logit_rows, num_rows == num_sequences)
         return ScheduledStep(
-            StepPlan(tuple(self._sequences), tuple(self.grants), shape),
+            StepPlan.of(self._sequences, self.grants, shape),
             tuple(self._loads),
             tuple(self._parts),
             tuple(self._admitted),

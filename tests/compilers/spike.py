@@ -90,7 +90,7 @@ def compile_spike(target: Target, shape: StepShape) -> Measured:
     """Compile the step of one shape for a target."""
     layouts = page_layouts(CONFIG, target.backend)
     form = PlanFormat(shape, len(layouts), CONFIG.num_slots, CONFIG.cache.page_size)
-    vector = form.pack(StepPlan((), (), shape))
+    vector = form.pack(StepPlan.of((), (), shape))
     params = abstract_parameters(MODEL, CONFIG.compute_format, target.layer_loop)
     state = jax.eval_shape(functools.partial(make_state, CONFIG, layouts))
     with target_mesh(target) as mesh:

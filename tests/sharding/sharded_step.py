@@ -83,7 +83,7 @@ def generate(mesh: Mesh | None) -> list[list[int]]:
     )
     for step in range(NUM_NEW):
         counts = [len(prompt) if step == 0 else 1 for prompt in PROMPTS]
-        plan = StepPlan(
+        plan = StepPlan.of(
             tuple(SequencePlan(slot, count) for slot, count in enumerate(counts)),
             (PageGrant(0, 0, 0, pages[0][0]),),
             CHUNK if step == 0 else DECODE,
