@@ -230,6 +230,8 @@ class SlotLoad:
     seed: int
     sample_index: int
     eos_token_ids: tuple[int, ...] = ()
+    copies: tuple[tuple[int, int, int], ...] = ()
+    """Pages to copy before the slot is used, at most one a group: group, source, target."""
 
 
 @dataclass(frozen=True)
