@@ -34,6 +34,7 @@ class Admission:
                 Status.RESOURCE_EXHAUSTED,
                 f"{max(num_waiting, 0)} requests wait already; the limit is {self.max_waiting}",
                 self.retry_after(num_waiting),
+                reason="queue_full",
             )
 
     def mark_end(self) -> None:

@@ -43,12 +43,22 @@ HTTP_CODES: dict[Status, int] = {
 class ServiceError(Exception):
     """A request ends with a status and a sentence for its client."""
 
-    def __init__(self, status: Status, message: str, retry_after: float | None = None) -> None:
-        """`retry_after`: seconds after which another try is worth it, where that is known."""
+    def __init__(
+        self, status: Status, message: str, retry_after: float | None = None, *, reason: str = ""
+    ) -> None:
+        """A request's end.
+
+        Args:
+            status: in every door's words.
+            message: for its client.
+            retry_after: seconds after which another try is worth it, where that is known.
+            reason: of a request that there is no room for: in a word or two, for counting, what is full.
+        """
         super().__init__(message)
         self.status = status
         self.message = message
         self.retry_after = retry_after
+        self.reason = reason
 
 
 def engine_failed() -> ServiceError:

@@ -10,6 +10,7 @@ from jaxserve.async_engine import AnswerStream
 from jaxserve.loop import LoopStoppedError
 from jaxserve.outputs import AnswerDelta, RequestOutput
 from server.core.errors import ServiceError, Status, engine_failed
+from server.core.telemetry.watch import StreamWatch
 
 OnEnd = Callable[[RequestOutput | None, ServiceError | None], object]
 
@@ -24,12 +25,18 @@ class Generation:
     """
 
     def __init__(
-        self, request_id: str, prompt_token_ids: Sequence[int], stream: AnswerStream, on_end: OnEnd
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        stream: AnswerStream,
+        watch: StreamWatch,
+        on_end: OnEnd,
     ) -> None:
-        """`on_end` is called once: with the output, or with why there is none."""
+        """`watch` sees every delta; `on_end` is called once: with the output, or with why there is none."""
         self.request_id = request_id
         self.prompt_token_ids = prompt_token_ids
         self._stream = stream
+        self._watch = watch
         self._on_end = on_end
         self._ended = False
         self._failure: ServiceError | None = None
@@ -49,7 +56,7 @@ class Generation:
             self.fail(failure)
             raise failure from error
         self._raise_failure()
-        self._watch_end(delta)
+        self._pass(delta)
         return delta
 
     async def next_batch(self) -> list[AnswerDelta]:
@@ -59,7 +66,7 @@ class Generation:
         except StopAsyncIteration:
             return []
         for delta in self._stream.take_ready():
-            self._watch_end(delta)
+            self._pass(delta)
             deltas.append(delta)
         return deltas
 
@@ -88,7 +95,8 @@ class Generation:
         if self._failure is not None:
             raise self._failure
 
-    def _watch_end(self, delta: AnswerDelta) -> None:
+    def _pass(self, delta: AnswerDelta) -> None:
+        self._watch.take(delta)
         if delta.output is not None:
             self._end(delta.output, None)
 

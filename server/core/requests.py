@@ -12,6 +12,8 @@ from jaxserve.plan import SamplingParams
 from jaxserve.text import Message
 from server.core.errors import ServiceError, Status
 
+DEFAULT_CLASS = "default"
+"""The priority class of a request that names none."""
 MAX_NAME_LEN = 256
 """Characters of a request id or a tenant's name."""
 
@@ -47,7 +49,14 @@ class GenerateRequest:
     cache_write: bool = False
     fallback_route: str = ""
     trace_parent: str = ""
-    """W3C trace context of the caller, for the log."""
+    """W3C trace context of the caller, for the log and for spans."""
+    trace_state: str = ""
+    """What vendors add to it."""
+
+    @property
+    def priority_class(self) -> str:
+        """The class that it is served in."""
+        return self.priority or DEFAULT_CLASS
 
     def check(self) -> None:
         """Raise ServiceError for a request without one prompt, or for what this server cannot do yet."""
@@ -103,14 +112,31 @@ class Receipt:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestRecord:
-    """A request that has ended, for logs and metrics."""
+    """A request that has ended or was refused, for logs and metrics. Times are of `time.monotonic`."""
 
     request: GenerateRequest
     request_id: str
+    """"" for one that was refused before it had a name."""
+    admitted: bool
+    arrival_time: float
+    first_token_time: float | None
+    """When its door took the first token."""
+    end_time: float
     num_prompt_tokens: int
+    """0 for a request that was refused: its prompt may not even have been read."""
+    num_streamed: int
+    """Tokens that its door has taken, over all samples."""
     output: RequestOutput | None
     """None where the stream ended early."""
     error: ServiceError | None
     """None where there is an output."""
     receipt: Receipt | None
     """With the output."""
+
+    @property
+    def outcome(self) -> str:
+        """The finish reason of the first sample, or the status of the error."""
+        if self.output is not None:
+            return self.output.outputs[0].finish_reason
+        assert self.error is not None, "a request ends with an output or an error"
+        return self.error.status.value

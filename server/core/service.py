@@ -21,9 +21,9 @@ from server.core.admission import Admission
 from server.core.errors import ServiceError, Status, engine_failed
 from server.core.generation import Generation
 from server.core.identity import ModelIdentity
-from server.core.request_log import log_request
 from server.core.requests import GenerateRequest, Receipt, RequestRecord
-from server.core.statistics import RateMeter, Statistics
+from server.core.statistics import RateMeter, Statistics, StatisticsOptions
+from server.core.telemetry.watch import StreamWatch
 
 _LONG_TEXT = 10_000
 """Characters from which on a text is encoded on a thread, so that no stream waits for it."""
@@ -62,7 +62,13 @@ class Service:
     """One engine and its tokenizer behind every door. Use it in one event loop."""
 
     def __init__(
-        self, identity: ModelIdentity, tokenizer: Tokenizer, engine: Engine, *, max_waiting: int = 1024
+        self,
+        identity: ModelIdentity,
+        tokenizer: Tokenizer,
+        engine: Engine,
+        *,
+        max_waiting: int = 1024,
+        statistics: StatisticsOptions | None = None,
     ) -> None:
         """Serve a running engine, which stays the caller's to close.
 
@@ -71,13 +77,14 @@ class Service:
             tokenizer: the one that the engine's loop streams text with.
             engine: runs on its own thread.
             max_waiting: requests that may wait beyond those that the slots hold.
+            statistics: what is promised and counted; by default nothing is promised.
         """
         self.identity = identity
         self.tokenizer = tokenizer
         self.engine = engine
-        self.statistics = Statistics()
+        self.statistics = Statistics(engine.limits.max_model_len, statistics)
         self.observers: list[Callable[[RequestRecord], object]] = []
-        """Called with each admitted request when it has ended; they must not raise."""
+        """Called with each request when it has ended or was refused; they must not raise."""
         self.started_at = time.monotonic()
         self._admission = Admission(engine.limits.num_slots, max_waiting)
         self._meter = RateMeter()
@@ -112,7 +119,11 @@ class Service:
         try:
             return await self._admit(request, arrival)
         except ServiceError as error:
-            self.statistics.num_refused[error.status] += 1
+            self._report(_refusal(request, arrival, error))
+            raise
+        except asyncio.CancelledError:
+            gone = ServiceError(Status.CANCELLED, "the client has gone")
+            self._report(_refusal(request, arrival, gone))
             raise
 
     def abort(self, request_id: str, tenant: str = "") -> bool:
@@ -239,15 +250,17 @@ class Service:
             raise ServiceError(Status.INVALID_ARGUMENT, str(error)) from error
         except LoopStoppedError as error:
             raise engine_failed() from error
-        self.statistics.num_admitted += 1
+        watch = self.statistics.watch(arrival, params.n)
         timers: list[asyncio.TimerHandle] = []
 
         def on_end(output: RequestOutput | None, error: ServiceError | None) -> None:
             for timer in timers:
                 timer.cancel()
-            self._end(name, self._record(request, request_id, len(token_ids), output, error))
+            self._open.pop(name, None)
+            self._admission.mark_end()
+            self._report(self._record(request, request_id, len(token_ids), watch, output, error))
 
-        generation = Generation(request_id, token_ids, stream, on_end)
+        generation = Generation(request_id, token_ids, stream, watch, on_end)
         self._open[name] = generation
         if request.deadline is not None:
             remaining = request.deadline - (time.monotonic() - arrival)
@@ -282,28 +295,44 @@ class Service:
         request: GenerateRequest,
         request_id: str,
         num_prompt_tokens: int,
+        watch: StreamWatch,
         output: RequestOutput | None,
         error: ServiceError | None,
     ) -> RequestRecord:
         return RequestRecord(
             request=request,
             request_id=request_id,
+            admitted=True,
+            arrival_time=watch.arrival_time,
+            first_token_time=watch.first_token_time,
+            end_time=time.monotonic(),
             num_prompt_tokens=num_prompt_tokens,
+            num_streamed=watch.num_tokens,
             output=output,
             error=error,
             receipt=None if output is None else self.receipt(output, request.params),
         )
 
-    def _end(self, name: str, record: RequestRecord) -> None:
-        self._open.pop(name, None)
-        self._admission.mark_end()
-        if record.output is not None:
-            self.statistics.count_output(record.output)
-        elif record.error is not None:
-            self.statistics.num_failed[record.error.status] += 1
-        log_request(record)
+    def _report(self, record: RequestRecord) -> None:
+        self.statistics.count(record)
         for observe in self.observers:
             observe(record)
+
+
+def _refusal(request: GenerateRequest, arrival: float, error: ServiceError) -> RequestRecord:
+    return RequestRecord(
+        request=request,
+        request_id=request.request_id or "",
+        admitted=False,
+        arrival_time=arrival,
+        first_token_time=None,
+        end_time=time.monotonic(),
+        num_prompt_tokens=0,
+        num_streamed=0,
+        output=None,
+        error=error,
+        receipt=None,
+    )
 
 
 def _expire(reference: weakref.ref[Generation], seconds: float) -> None:

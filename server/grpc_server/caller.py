@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import grpc.aio
 
 from server.core.tenants import Tenants
-from server.core.trace import read_trace_parent
+from server.core.trace import TraceContext, read_trace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,8 +17,7 @@ class Caller:
     tenant: str
     seconds_left: float | None
     """Until the call's own deadline."""
-    trace_parent: str
-    """W3C trace context, "" where there is none or a malformed one, which the standard bids ignore."""
+    trace: TraceContext
 
     def deadline(self, asked: float | None) -> float | None:
         """The earlier of the call's deadline and the one that the message asks for, in seconds."""
@@ -32,5 +31,5 @@ def identify_caller(context: grpc.aio.ServicerContext, tenants: Tenants, claimed
     return Caller(
         tenant=tenants.tenant(metadata.get("authorization", ""), claimed_tenant),
         seconds_left=context.time_remaining(),
-        trace_parent=read_trace_parent(metadata.get("traceparent")),
+        trace=read_trace(metadata),
     )

@@ -42,7 +42,8 @@ def read_request(message: pb.GenerateRequest, caller: Caller) -> GenerateRequest
         cache_read=cache.read,
         cache_write=cache.write,
         fallback_route=message.fallback_route,
-        trace_parent=caller.trace_parent,
+        trace_parent=caller.trace.parent,
+        trace_state=caller.trace.state,
     )
 
 

@@ -52,7 +52,8 @@ def read_request(message: pb.GenerateRequest, caller: Caller) -> GenerateRequest
         request_id=message.request_id or None,
         tenant=caller.tenant,
         deadline=caller.deadline(None),
-        trace_parent=caller.trace_parent,
+        trace_parent=caller.trace.parent,
+        trace_state=caller.trace.state,
     )
 
 

@@ -12,7 +12,7 @@ from starlette.types import ASGIApp
 
 from jaxserve.text import Tokenizer
 from server.core import GenerateRequest, Generation, Service
-from server.core.trace import read_trace_parent
+from server.core.trace import read_trace
 from server.http.answers import AnswerFormat, Identity, Json
 from server.http.body import read_json_object
 from server.http.chat import ChatAnswer, read_chat
@@ -116,12 +116,18 @@ class Endpoints:
 
     async def _admit(self, call: Call, name: str, request: Request) -> list[Generation]:
         """All prompts of a call, or none."""
-        tenant, trace = request.scope["tenant"], read_trace_parent(request.headers.get("traceparent"))
+        tenant, trace = request.scope["tenant"], read_trace(request.headers)
         generations: list[Generation] = []
         try:
             for index, prompt in enumerate(call.prompts):
                 asked = _generate_request(call, prompt)
-                asked = replace(asked, request_id=f"{name}-{index}", tenant=tenant, trace_parent=trace)
+                asked = replace(
+                    asked,
+                    request_id=f"{name}-{index}",
+                    tenant=tenant,
+                    trace_parent=trace.parent,
+                    trace_state=trace.state,
+                )
                 generations.append(await self._service.generate(asked))
         except BaseException:
             await _close(generations)
