@@ -13,6 +13,7 @@ from typing import Literal
 
 from jaxserve.plan import SamplingParams, SequencePlan
 from jaxserve.scheduling.pages import PageTable
+from jaxserve.scheduling.terms import DEFAULT_TERMS, ServiceTerms
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -65,6 +66,9 @@ class Submission:
     eos_ids: frozenset[int]
     """Ids that end an answer as the model's own; empty under `ignore_eos`."""
     stop_ids: frozenset[int]
+    terms: ServiceTerms = DEFAULT_TERMS
+    arrival_time: float = 0.0
+    """Seconds on the loop's clock."""
     requests: list[Request] = field(default_factory=list["Request"])
     heirs: set[Request] = field(default_factory=set["Request"])
     """Samples after the first that have yet to start; they begin on the first one's prompt pages."""
