@@ -15,7 +15,7 @@ from jaxserve.outputs import (
     TokenLogprobs,
 )
 from jaxserve.plan import SamplingParams, StepResult
-from jaxserve.scheduling import Request, RequestState, StepPart, Submission
+from jaxserve.scheduling import Request, RequestState, ScoredRows, Submission
 
 
 class AnswerTextProtocol(Protocol):
@@ -48,10 +48,11 @@ class Answer:
     pieces: list[str] = field(default_factory=list[str])
     logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])
 
-    def take(self, token: int) -> tuple[str, RequestState | None]:
-        """Append a sampled token; return the text it made certain and the state in which it ends, if any."""
-        request = self.request
-        end = request.append(token)
+    def take(self, token: int, end: RequestState | None) -> tuple[str, RequestState | None]:
+        """Take the text of a token that the sample has got, and the end that this makes, if any.
+
+        Returns the text that has become certain, and the end: a stop string's, where the text has one.
+        """
         if self.text is None:
             return "", end
         piece = ""
@@ -59,7 +60,7 @@ class Answer:
             piece = self.text.push(token)
             if self.text.stopped is not None and self._may_stop:
                 end = RequestState.STOPPED
-                request.stop_reason = self.text.stopped
+                self.request.stop_reason = self.text.stopped
         if end is not None:
             piece += self.text.finish()
         self.pieces.append(piece)
@@ -121,23 +122,29 @@ class OpenRequest:
         if self._scheduled_time is None:
             self._scheduled_time = now
 
-    def take_prompt_rows(self, part: StepPart, result: StepResult, row: int) -> None:
-        """Keep the log-probs that a part of the prompt brought, in the result's rows from `row` on."""
+    def begin_answer(self, now: float) -> bool:
+        """A token has come; return whether it is the request's first."""
+        if self._first_token_time is not None:
+            return False
+        self._first_token_time = now
+        return True
+
+    def take_prompt_rows(self, scored: ScoredRows, result: StepResult) -> None:
+        """Keep the log-probs that a step brought of a part of the prompt."""
         num_top = self.submission.params.prompt_logprobs
         assert num_top is not None, "nobody asked for prompt log-probs"
         prompt = self.submission.prompt
-        for offset in range(part.num_scored):
-            token = prompt[part.start + offset + 1]
-            self._prompt_logprobs.append(self._read_logprobs(token, result, row + offset, num_top))
+        for offset in range(scored.num_rows):
+            token = prompt[scored.start + offset + 1]
+            row = scored.first_row + offset
+            self._prompt_logprobs.append(self._read_logprobs(token, result, row, num_top))
 
     def take_token(
-        self, request: Request, token: int, result: StepResult, row: int, now: float
+        self, request: Request, token: int, end: RequestState | None, result: StepResult, row: int
     ) -> tuple[AnswerDelta, RequestState | None]:
-        """Append a sampled token; return what it adds and the state in which it ends the sample, if any."""
-        if self._first_token_time is None:
-            self._first_token_time = now
+        """What a token adds to its sample, and the state in which it ends the sample, if any."""
         answer = self._answers[request.sample_index]
-        text, end = answer.take(token)
+        text, end = answer.take(token, end)
         logprobs: list[TokenLogprobs] | None = None
         num_top = self.submission.params.logprobs
         if num_top is not None:
@@ -147,15 +154,9 @@ class OpenRequest:
         if not self._prompt_logprobs_sent and request.sample_index == 0:
             prompt_logprobs = self._prompt_logprobs
             self._prompt_logprobs_sent = True
+        submission_id = self.submission.request_id
         delta = AnswerDelta(
-            self.submission.request_id,
-            request.sample_index,
-            (token,),
-            text,
-            logprobs,
-            None,
-            None,
-            prompt_logprobs,
+            submission_id, request.sample_index, (token,), text, logprobs, None, None, prompt_logprobs
         )
         return delta, end
 
@@ -193,6 +194,7 @@ class OpenRequest:
                 finish_time=now,
                 num_preemptions=sum(max(0, request.num_admissions - 1) for request in requests),
             ),
+            num_cached_tokens=submission.num_cached,
         )
 
     def _read_logprobs(self, token: int, result: StepResult, row: int, num_top: int) -> TokenLogprobs:

@@ -10,7 +10,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
-from jaxserve.loop import HostLoop, LoopSnapshot, LoopStoppedError
+from jaxserve.loop import HostLoop, LoopStoppedError
+from jaxserve.loop_stats import LoopSnapshot
 from jaxserve.outputs import AnswerDelta
 from jaxserve.plan import EngineLimits, SamplingParams
 

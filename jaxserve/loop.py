@@ -10,34 +10,24 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 from jaxserve.answers import AnswerTextFactory, OpenRequest, TokenDecoder
+from jaxserve.loop_stats import LoopClock, LoopSnapshot, StepCounts
 from jaxserve.outputs import AnswerDelta
 from jaxserve.plan import EngineLimits, SamplingParams, StepEngine, StepHandle, StepResult
-from jaxserve.scheduling import Request, RequestState, ScheduledStep, Scheduler
+from jaxserve.scheduling import (
+    DEFAULT_TERMS,
+    Arrivals,
+    Request,
+    RequestState,
+    ScheduledStep,
+    Scheduler,
+    ServiceTerms,
+)
 
 
 class LoopStoppedError(RuntimeError):
     """The loop has met an error of the engine and serves nothing any more."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoopSnapshot:
-    """How a loop stood after a step."""
-
-    num_open: int
-    """Requests that had not ended."""
-    num_running: int
-    """Samples in slots."""
-    num_waiting: int
-    """Samples in the queue."""
-    num_free_pages: tuple[int, ...]
-    """Of each cache group; page 0, which is never given out, is not among them."""
-    num_steps: int
-    """Steps collected since the loop began."""
-    num_sampled: int
-    """Tokens handed out since the loop began."""
 
 
 class HostLoop:
@@ -72,8 +62,8 @@ class HostLoop:
         self._open: dict[str, OpenRequest] = {}
         self._in_flight: deque[tuple[ScheduledStep, StepHandle]] = deque()
         self._deltas: list[AnswerDelta] = []
-        self._num_steps = 0
-        self._num_sampled = 0
+        self._counts = StepCounts()
+        self._stages = LoopClock()
         self.failure: BaseException | None = None
         """What stopped the loop."""
 
@@ -98,13 +88,19 @@ class HostLoop:
 
     def snapshot(self) -> LoopSnapshot:
         """How things stand now."""
+        scheduler, counts = self._scheduler, self._counts
         return LoopSnapshot(
             num_open=len(self._open),
-            num_running=self._scheduler.num_running,
-            num_waiting=self._scheduler.num_waiting,
-            num_free_pages=self._scheduler.num_free_pages,
-            num_steps=self._num_steps,
-            num_sampled=self._num_sampled,
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            num_free_pages=scheduler.num_free_pages,
+            num_steps=counts.num_steps,
+            num_sampled=counts.num_sampled,
+            num_prompt_tokens=counts.num_prompt_tokens,
+            num_preemptions=scheduler.num_preemptions,
+            step_rows=tuple(counts.by_rows),
+            num_step_rows=counts.num_rows,
+            stage_seconds=self._stages.read(),
         )
 
     def check(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
@@ -120,8 +116,9 @@ class HostLoop:
         params: SamplingParams,
         *,
         prompt: str | None = None,
+        terms: ServiceTerms = DEFAULT_TERMS,
     ) -> None:
-        """Queue a request; `prompt` is its text, for the record.
+        """Queue a request; `prompt` is its text, for the record, `terms` decide when it is served.
 
         Raises ValueError as `check` does, or if the id is in use; LoopStoppedError if the loop has failed.
         """
@@ -130,10 +127,9 @@ class HostLoop:
             raise ValueError(f"request id {request_id!r} is in use by a request that has not ended")
         self.check(prompt_token_ids, params)
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        submission = self._scheduler.submit(request_id, prompt_token_ids, params, seed)
-        self._open[request_id] = OpenRequest(
-            submission, prompt, self._clock(), self._answer_text, self._decode_token
-        )
+        now = self._clock()
+        submission = self._scheduler.submit(request_id, prompt_token_ids, params, seed, terms=terms, now=now)
+        self._open[request_id] = OpenRequest(submission, prompt, now, self._answer_text, self._decode_token)
 
     def abort(self, request_id: str) -> bool:
         """End a request with what it has; the next `step` reports it. False if no such request is open."""
@@ -155,6 +151,8 @@ class HostLoop:
         except BaseException as error:
             self._fail(error)
             raise
+        finally:
+            self._stages.enter("idle")
         return self.take_deltas()
 
     def run_until_idle(self) -> Iterator[AnswerDelta]:
@@ -187,44 +185,45 @@ class HostLoop:
         planned = self._dispatch_next()
         if len(self._in_flight) > self._depth or (self._in_flight and not planned):
             step, handle = self._in_flight.popleft()
+            self._stages.enter("wait")
             result = self._engine.collect(handle)
+            self._stages.enter("commit")
             self._scheduler.retire(step)
-            self._commit(step, result)
+            arrivals = self._scheduler.commit(step, result.tokens)
+            self._counts.add_step(step.plan.num_rows, len(arrivals.tokens))
+            self._stages.enter("deliver")
+            self._deliver(step, arrivals, result)
 
     def _dispatch_next(self) -> bool:
         """Plan a step and start it; return whether there was one."""
+        self._stages.enter("plan")
         step = self._scheduler.plan()
         if step is None:
             return False
-        for load in step.loads:
-            self._engine.load_slot(load)
-        self._in_flight.append((step, self._engine.dispatch(step.plan)))
         if step.admitted:
+            self._stages.enter("load")
             now = self._clock()
-            for request in step.admitted:
+            for load, request in zip(step.loads, step.admitted, strict=True):
+                self._engine.load_slot(load)
                 self._open[request.submission.request_id].mark_scheduled(now)
+        self._stages.enter("dispatch")
+        self._in_flight.append((step, self._engine.dispatch(step.plan)))
         return True
 
-    def _commit(self, step: ScheduledStep, result: StepResult) -> None:
-        """Hand out what a step sampled. A request that ended while the step ran gets nothing."""
-        self._num_steps += 1
+    def _deliver(self, step: ScheduledStep, arrivals: Arrivals, result: StepResult) -> None:
+        """Make answers of what a step brought. A request that ended while the step ran gets nothing."""
         now = self._clock()
-        tokens: list[int] = result.tokens.tolist()
-        row = 0
-        for part in step.parts:
-            first, row = row, row + part.num_logit_rows
-            request = part.request
-            if request.finish_reason is not None:
-                continue
+        for scored in step.scored:
+            if scored.request.finish_reason is None:
+                self._open[scored.request.submission.request_id].take_prompt_rows(scored, result)
+        for request, token, row, reached in zip(*arrivals, strict=True):
             open_request = self._open[request.submission.request_id]
-            if part.num_scored:
-                open_request.take_prompt_rows(part, result, first)
-            if part.samples:
-                self._num_sampled += 1
-                delta, end = open_request.take_token(request, tokens[row - 1], result, row - 1, now)
-                if end is not None:
-                    delta = self._finish(open_request, request, end, delta, now)
-                self._deltas.append(delta)
+            if open_request.begin_answer(now):
+                self._counts.num_prompt_tokens += len(request.submission.prompt)
+            delta, end = open_request.take_token(request, token, reached, result, row)
+            if end is not None:
+                delta = self._finish(open_request, request, end, delta, now)
+            self._deltas.append(delta)
 
     def _finish(
         self, open_request: OpenRequest, request: Request, end: RequestState, delta: AnswerDelta, now: float

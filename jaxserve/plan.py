@@ -157,7 +157,8 @@ class StepShape:
     """Whether every sequence has exactly one row, which has its own, cheaper program."""
 
 
-class PageGrant(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class PageGrant:
     """From this step on, the slot's `index`-th page in cache group `group` is `page`."""
 
     group: int
@@ -196,7 +197,8 @@ class StepPlan:
     def of(cls, sequences: Sequence[SequencePlan], grants: Sequence[PageGrant], shape: StepShape) -> StepPlan:
         """A plan from records, for whoever makes one by hand."""
         columns = np.array(sequences, np.int32).reshape(-1, 3)
-        granted = np.array(grants, np.int32).reshape(-1, 4)
+        rows = [(grant.group, grant.slot, grant.index, grant.page) for grant in grants]
+        granted = np.array(rows, np.int32).reshape(-1, 4)
         return cls(columns[:, 0], columns[:, 1], columns[:, 2], granted, shape)
 
     @property
@@ -266,6 +268,8 @@ class EngineLimits:
     chunk_shapes: tuple[StepShape, ...]
     max_logprobs: int
     eos_token_ids: tuple[int, ...] = ()
+    copies_pages: bool = False
+    """Whether a slot's load may copy pages, so that one can start inside a page of another."""
 
     def fit(self, rows: int, sequences: int, logit_rows: int, decode: bool) -> StepShape:
         """The smallest compiled shape that holds a step; `decode` if no sequence has a second row."""

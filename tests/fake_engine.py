@@ -46,6 +46,7 @@ def make_limits(
     chunk_rows: Sequence[int] = (16, 64, 256),
     max_logprobs: int = 5,
     eos_token_ids: Sequence[int] = (2,),
+    copies_pages: bool = True,
 ) -> EngineLimits:
     """Limits as the real engine would state them for such a configuration."""
     logit_rows = max(num_slots, min(16, chunk_rows[0]))
@@ -61,6 +62,7 @@ def make_limits(
         chunk_shapes=tuple(StepShape(rows, num_slots, logit_rows) for rows in chunk_rows),
         max_logprobs=max_logprobs,
         eos_token_ids=tuple(eos_token_ids),
+        copies_pages=copies_pages,
     )
 
 
@@ -164,7 +166,6 @@ class FakeEngine:
             0 <= load.num_computed < len(load.tokens) < limits.max_model_len,
             f"{load.num_computed} computed of {len(load.tokens)} known tokens",
         )
-        _require(load.num_computed % limits.page_size == 0, "only full pages can be shared")
         _require(len(load.pages) == len(limits.windows), "pages for every cache group")
         tables: list[dict[int, int]] = []
         for group, pages in enumerate(load.pages):
@@ -173,6 +174,8 @@ class FakeEngine:
                 self._check_page(group, page)
                 if index >= load.num_computed // limits.page_size:
                     self._check_unused(group, page)
+        for group, source, target in load.copies:
+            self._copy_page(group, source, target)
         self._slots[load.slot] = FakeSequence(
             list(load.tokens),
             load.num_prompt_tokens,
@@ -241,6 +244,16 @@ class FakeEngine:
         table = self._slots[grant.slot].tables[grant.group]
         _require(grant.index not in table, f"page {grant.index} of slot {grant.slot} was granted before")
         table[grant.index] = grant.page
+
+    def _copy_page(self, group: int, source: int, target: int) -> None:
+        self._check_page(group, source)
+        self._check_page(group, target)
+        self._check_unused(group, target)
+        for offset in range(self._limits.page_size):
+            written = self._written[group].pop((target, offset), None)
+            written = self._written[group].get((source, offset), written)
+            if written is not None:
+                self._written[group][target, offset] = written
 
     def _check_page(self, group: int, page: int) -> None:
         _require(0 < page < self._limits.num_pages[group], f"page {page} of group {group} may not be given")

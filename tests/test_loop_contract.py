@@ -98,7 +98,7 @@ def test_no_schedule_changes_an_answer(schedule: str, overlap: bool) -> None:
     outputs, _ = serve(cases, limits, overlap=overlap, **options)
     check_outputs(cases, outputs, limits)
     if "tiny" in schedule:
-        assert sum(output.metrics.num_preemptions for output in outputs) > 5
+        assert sum(output.metrics.num_preemptions for output in outputs) >= 5
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlapped"])
@@ -140,9 +140,9 @@ def test_logprob_values_come_from_the_rows_they_belong_to() -> None:
     assert output.outputs[0].cumulative_logprob == total
 
 
-def test_samples_share_the_full_pages_of_their_prompt() -> None:
+def test_samples_share_the_pages_of_their_prompt_and_copy_the_begun_one() -> None:
     limits = make_limits(num_slots=4, num_pages=(40,))
-    for prompt_len, num_shared in [(13, 12), (12, 8), (4, 0), (5, 4)]:
+    for prompt_len, num_shared in [(13, 12), (12, 11), (4, 3), (5, 4)]:
         cases = [(list(range(10, 10 + prompt_len)), SamplingParams(n=4, seed=3, max_tokens=6))]
         outputs, engine = serve(cases, limits)
         check_outputs(cases, outputs, limits)

@@ -1,12 +1,16 @@
 """The scheduling half of the host: requests, pages, plans. Pure Python and numpy, never jax."""
 
+from jaxserve.scheduling.arrivals import Arrivals
 from jaxserve.scheduling.pages import PagePool, PageTable, SharedPrefix
 from jaxserve.scheduling.request import FinishReason, Request, RequestState, Submission
 from jaxserve.scheduling.scheduler import Scheduler
-from jaxserve.scheduling.step import ScheduledStep, StepPart
+from jaxserve.scheduling.step import ScheduledStep, ScoredRows
+from jaxserve.scheduling.terms import DEFAULT_TERMS, ServiceTerms
 
 __all__ = [
     "FinishReason",
+    "DEFAULT_TERMS",
+    "Arrivals",
     "PagePool",
     "PageTable",
     "Request",
@@ -14,6 +18,7 @@ __all__ = [
     "ScheduledStep",
     "Scheduler",
     "SharedPrefix",
-    "StepPart",
+    "ScoredRows",
+    "ServiceTerms",
     "Submission",
 ]

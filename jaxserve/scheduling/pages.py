@@ -4,15 +4,16 @@ Ownership: a page is in exactly one of three places.
 
     free list --acquire--> held (references >= 1) --last release--> free list, or, with a step in flight,
         ^                                                           the deferred queue
-        +------------------ the latest step in flight at the release has retired ---------+
+        +------------------ the latest step that may use it has retired ------------------+
 
 Page 0 of every group is the device's sink for padding and is never in any of them.
 """
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 
@@ -27,6 +28,8 @@ class PagePool:
         self._references = [[0] * pages for pages in num_pages]
         self._free = [list(range(pages - 1, 0, -1)) for pages in num_pages]
         self._deferred: deque[tuple[int, int, int]] = deque()
+        self._last_use = [[0] * pages for pages in num_pages]
+        """For each page the latest step that a holder which has let go may have used it in."""
         self._num_deferred = [0] * len(num_pages)
         self._num_planned = 0
         self._num_retired = 0
@@ -61,15 +64,21 @@ class PagePool:
 
     def release(self, group: int, page: int) -> None:
         """Drop a reference; the last one frees the page, after the latest step in flight."""
+        self._last_use[group][page] = self._num_planned
+        self.release_unused(group, page)
+
+    def release_unused(self, group: int, page: int) -> None:
+        """Drop a reference of a holder for which no step in flight reads or writes the page."""
         references = self._references[group]
         assert references[page] > 0, f"page {page} of group {group} is not held"
         references[page] -= 1
         if references[page]:
             return
-        if self._num_planned == self._num_retired:
+        last_use = self._last_use[group][page]
+        if last_use <= self._num_retired:
             self._free[group].append(page)
         else:
-            self._deferred.append((self._num_planned, group, page))
+            insort(self._deferred, (last_use, group, page))
             self._num_deferred[group] += 1
 
     def held_once(self, group: int, page: int) -> bool:
@@ -110,13 +119,32 @@ class PagePool:
                     )
 
 
+NEVER = 2**31 - 1
+"""A position that no token has."""
+
+
 @dataclass(frozen=True, slots=True)
 class SharedPrefix:
-    """The full pages of a prompt, held for samples that have yet to start on them."""
+    """What a request can start on: full pages to share, and perhaps a begun one to copy."""
 
     num_tokens: int
+    """Computed tokens on them."""
     pages: tuple[tuple[int, ...], ...]
-    """For each group the pages at index 0 and up; 0 where the group's window has passed."""
+    """For each group the full pages at index 0 and up; 0 where the group's window has passed."""
+    begun: tuple[int, ...] = ()
+    """For each group the page with the tokens beyond the full ones, on which others may write still."""
+
+    @property
+    def num_full(self) -> int:
+        """Pages of each group that are shared, the passed ones included."""
+        return len(self.pages[0])
+
+    @property
+    def held(self) -> Iterator[tuple[int, int]]:
+        """Every page of it, as (group, page)."""
+        for group, pages in enumerate(self.pages):
+            yield from ((group, page) for page in pages if page)
+        yield from enumerate(self.begun)
 
 
 class PageTable:
@@ -150,6 +178,18 @@ class PageTable:
             self.num_spanned += 1
         return grown
 
+    @property
+    def next_pass(self) -> int:
+        """The first position whose token needs `pass_window`; beyond any where no group has a window."""
+        return min(
+            (
+                (passed + 1) * self._page_size + window - 1
+                for window, passed in zip(self._windows, self.num_passed, strict=True)
+                if window
+            ),
+            default=NEVER,
+        )
+
     def pass_window(self, position: int) -> None:
         """Release the pages that lie wholly behind the windows of the token at `position`."""
         for group, window in enumerate(self._windows):
@@ -162,31 +202,39 @@ class PageTable:
                 pages[index] = 0
                 self.num_passed[group] = index + 1
 
-    def share(self, num_pages: int) -> SharedPrefix:
-        """Add references to what a request that starts after the first `num_pages` pages would read.
+    def share(self, num_tokens: int) -> SharedPrefix:
+        """Add references to what a request that starts after the first `num_tokens` tokens would read.
 
         The pages must be held still, and written by a step that has been planned.
         """
-        num_tokens = num_pages * self._page_size
+        num_pages, num_begun = divmod(num_tokens, self._page_size)
         shared: list[tuple[int, ...]] = []
         for group, window in enumerate(self._windows):
             first = window_start(num_tokens, window) // self._page_size if window else 0
             assert self.num_passed[group] <= first, "the window has passed pages that were to be shared"
             live = self.pages[group][first:num_pages]
-            for page in live:
-                self._pool.retain(group, page)
             shared.append((0,) * (num_pages - len(live)) + tuple(live))
-        return SharedPrefix(num_tokens, tuple(shared))
+        begun = tuple(pages[num_pages] for pages in self.pages) if num_begun else ()
+        prefix = SharedPrefix(num_tokens, tuple(shared), begun)
+        for group, page in prefix.held:
+            self._pool.retain(group, page)
+        return prefix
 
-    def adopt(self, prefix: SharedPrefix) -> None:
-        """Start this empty table on shared pages, with references of its own."""
+    def adopt(self, prefix: SharedPrefix) -> list[tuple[int, int, int]]:
+        """Start this empty table on shared pages, with references of its own.
+
+        In place of a begun page it takes a free one, which every group must have; returned are the copies
+        to make, as (group, source, target).
+        """
         assert self.num_spanned == 0, "only an empty table can adopt pages"
         for group, pages in enumerate(prefix.pages):
             self.pages[group] = list(pages)
             self.num_passed[group] = pages.count(0)
             for page in pages[self.num_passed[group] :]:
                 self._pool.retain(group, page)
-        self.num_spanned = prefix.num_tokens // self._page_size
+        self.num_spanned = prefix.num_full
+        grown = self.grow(prefix.num_tokens)
+        return [(group, prefix.begun[group], page) for group, _, page in grown]
 
     def clear(self) -> None:
         """Release every page."""

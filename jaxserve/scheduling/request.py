@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
 
-from jaxserve.plan import SamplingParams, SequencePlan
+from jaxserve.plan import SamplingParams
 from jaxserve.scheduling.pages import PageTable
 from jaxserve.scheduling.terms import DEFAULT_TERMS, ServiceTerms
 
-FinishReason = Literal["stop", "length", "abort", "error"]
+FinishReason = Literal["stop", "length", "abort", "expired", "error"]
 
 
 class RequestState(Enum):
@@ -31,6 +31,8 @@ class RequestState(Enum):
     """Ended by max_tokens or by the longest sequence that the engine holds."""
     ABORTED = "aborted"
     """Ended by its caller."""
+    EXPIRED = "expired"
+    """Ended by its deadline."""
     FAILED = "failed"
     """Ended by an error of the engine."""
 
@@ -39,12 +41,15 @@ FINISH_REASONS: dict[RequestState, FinishReason] = {
     RequestState.STOPPED: "stop",
     RequestState.EXHAUSTED: "length",
     RequestState.ABORTED: "abort",
+    RequestState.EXPIRED: "expired",
     RequestState.FAILED: "error",
 }
 
 _ENDS = frozenset(FINISH_REASONS)
 TRANSITIONS: dict[RequestState, frozenset[RequestState]] = {
-    RequestState.WAITING: frozenset({RequestState.RUNNING, RequestState.ABORTED, RequestState.FAILED}),
+    RequestState.WAITING: frozenset(
+        {RequestState.RUNNING, RequestState.ABORTED, RequestState.EXPIRED, RequestState.FAILED}
+    ),
     RequestState.RUNNING: _ENDS | {RequestState.PREEMPTED},
     # A step in flight at the time of the preemption may still bring the token that ends the request.
     RequestState.PREEMPTED: _ENDS | {RequestState.RUNNING},
@@ -76,6 +81,8 @@ class Submission:
     """Whether the heirs stay out of the queue until the first sample has computed the prompt's pages."""
     num_scored: int = 0
     """Prompt rows whose log-probs have been asked for; they come once, with the first sample."""
+    num_cached: int = 0
+    """Prompt tokens that the first sample found computed when it first started."""
 
     @property
     def leader(self) -> Request:
@@ -103,28 +110,24 @@ class Request:
     output: list[int] = field(default_factory=list[int])
     """Sampled tokens that have reached the host."""
     num_pending: int = 0
-    """Tokens that planned steps will sample and that have not reached the host."""
-    num_computed: int = 0
-    """Computed tokens once every planned step has run."""
+    """Without a slot: tokens that steps in flight will sample. With one, the slot's row counts them."""
     slot: int = -1
     """The slot while running, else -1."""
     queued: bool = False
     """Whether it is in the waiting queue."""
     num_admissions: int = 0
-    decode_plan: SequencePlan | None = None
-    """Its part in a step of one row, the same in every step while it keeps its slot."""
+    held: bool = False
+    """Whether it may not go on until its caller has seen its last token: see `Scheduler.resume`."""
 
     @property
     def num_known(self) -> int:
-        """Known tokens once every planned step has run."""
-        return len(self.submission.prompt) + len(self.output) + self.num_pending
+        """Known tokens that have reached the host."""
+        return len(self.submission.prompt) + len(self.output)
 
     @property
-    def num_uncomputed(self) -> int:
-        """Tokens still to compute; 0 once the last token that it may have is sampled or under way."""
-        if len(self.output) + self.num_pending >= self.submission.max_tokens:
-            return 0
-        return self.num_known - self.num_computed
+    def gated(self) -> bool:
+        """Whether every token must be seen before the next one can be sampled, as a grammar demands."""
+        return self.submission.params.grammar is not None
 
     @property
     def scores_prompt(self) -> bool:
@@ -143,14 +146,16 @@ class Request:
         self.finish_reason = FINISH_REASONS.get(state)
 
     def append(self, token: int) -> RequestState | None:
-        """Take a sampled token that has arrived; return the state in which it ends the answer, if it does.
+        """Take a sampled token that has arrived; return the state in which it ends the answer, if it does."""
+        self.output.append(token)
+        return self.end()
+
+    def end(self) -> RequestState | None:
+        """The state in which the latest token ends the answer, if it does.
 
         Token ids that end the answer count only from `min_tokens` on; the device masks them until then.
         """
-        submission = self.submission
-        self.num_pending -= 1
-        self.output.append(token)
-        num_output = len(self.output)
+        submission, token, num_output = self.submission, self.output[-1], len(self.output)
         if num_output >= submission.params.min_tokens:
             if token in submission.eos_ids:
                 return RequestState.STOPPED

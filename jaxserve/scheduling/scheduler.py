@@ -1,25 +1,32 @@
 """Continuous batching: which requests compute how many tokens in the next step, and on which pages.
 
-Running requests are served in the order of their arrival, then waiting ones are admitted in that order.
-When pages run out, the latest arrived gives up its own and recomputes later. So the earliest request
-always moves on, and by induction every one ends.
+Every running request that only decodes has a row in every step; what is left of the step goes to those that
+have more to compute, in the order of their arrival, and then to waiting ones. When pages run out, the request
+that loses least work gives up its own and recomputes later. The one that has most work done is never that
+one, so it moves on, and by induction every request ends.
 
 The scheduler runs ahead of the device by as many steps as its caller likes: it counts what planned steps
-will have done (`num_computed`, `num_pending`), and a page that it takes back is given out again only when
-the steps in flight have retired.
+will have done, and a page that it takes back is given out again only when the steps that may use it have
+retired.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections.abc import Sequence
 
-from jaxserve.plan import EngineLimits, PageGrant, SamplingParams, StepShape
+import numpy as np
+
+from jaxserve.plan import EngineLimits, IntArray, SamplingParams, StepShape
 from jaxserve.scheduling.admission import check_params, check_pool, check_prompt
-from jaxserve.scheduling.pages import PagePool, PageTable, SharedPrefix, max_pages_spanned
+from jaxserve.scheduling.arrivals import Arrivals, take_tokens
+from jaxserve.scheduling.pages import PagePool, PageTable
 from jaxserve.scheduling.queue import WaitingQueue
 from jaxserve.scheduling.request import Request, RequestState, Submission
+from jaxserve.scheduling.room import Room
+from jaxserve.scheduling.shared_prompts import SharedPrompts
+from jaxserve.scheduling.slots import SlotTable
 from jaxserve.scheduling.step import ScheduledStep, StepBuilder
+from jaxserve.scheduling.terms import DEFAULT_TERMS, ServiceTerms
 
 
 class Scheduler:
@@ -41,21 +48,29 @@ class Scheduler:
             )
         self.limits = limits
         # Every running request has a row in every step, also beside a prompt chunk.
-        self._max_running = min(limits.num_slots, largest.rows, largest.sequences, largest.logit_rows)
-        self._free_slots = list(range(self._max_running - 1, -1, -1))
+        max_running = min(limits.num_slots, largest.rows, largest.sequences, largest.logit_rows)
+        self._table = SlotTable(max_running, limits.page_size)
         self._pool = PagePool(limits.num_pages)
-        self._windowed = any(limits.windows)
-        self._page_caps = _page_caps(limits, self.max_chunk)
         self._waiting = WaitingQueue()
-        self._running: list[Request] = []
-        self._prefixes: dict[Submission, SharedPrefix] = {}
+        self._prompts = SharedPrompts(self._pool, limits)
+        self._room = Room(limits, self.max_chunk, self._pool, self._table, self._prompts)
         self._heirs_due: list[Submission] = []
+        self._grants: dict[int, list[tuple[int, int, int, int]]] = {}
+        """The pages that the step in the making gives to running requests, by slot."""
         self._num_arrived = 0
+        self.num_preemptions = 0
         self._in_flight: list[ScheduledStep] = []
+        self._is_eos = np.zeros(limits.vocab_size, np.bool_)
+        self._is_eos[list(limits.eos_token_ids)] = True
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        return len(self._table)
+
+    @property
+    def running(self) -> list[Request]:
+        """The requests in slots, in the order in which they are served."""
+        return self._table.running
 
     @property
     def num_waiting(self) -> int:
@@ -80,11 +95,17 @@ class Scheduler:
         return prompt
 
     def submit(
-        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, seed: int
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        seed: int,
+        *,
+        terms: ServiceTerms = DEFAULT_TERMS,
+        now: float = 0.0,
     ) -> Submission:
         """Queue the prompt's `n` requests. Raises ValueError as `check` does."""
         prompt = self.check(prompt_token_ids, params)
-        eos_ids = frozenset[int]() if params.ignore_eos else frozenset(self.limits.eos_token_ids)
         submission = Submission(
             request_id,
             self._num_arrived,
@@ -92,8 +113,10 @@ class Scheduler:
             params,
             seed,
             self._max_tokens(prompt, params),
-            eos_ids,
+            frozenset[int]() if params.ignore_eos else frozenset(self.limits.eos_token_ids),
             frozenset(params.stop_token_ids),
+            terms,
+            now,
         )
         self._num_arrived += 1
         for index in range(params.n):
@@ -101,7 +124,7 @@ class Scheduler:
             submission.requests.append(Request(submission, index, (submission.arrival, index), table))
         submission.heirs.update(submission.requests[1:])
         self._waiting.push(submission.leader)
-        if self._num_shareable(submission):
+        if self._prompts.num_shareable(len(prompt)):
             submission.awaits_prefix = params.n > 1
         else:
             self._queue_heirs(submission)
@@ -110,24 +133,33 @@ class Scheduler:
     def plan(self) -> ScheduledStep | None:
         """The next step, which the caller must dispatch, or None if nothing can be computed just now.
 
-        None with no step in flight means that there is nothing to do at all.
+        None with no step in flight means that there is nothing to do, or that everything is held.
         """
-        step = StepBuilder(self.limits, self._budget(), self.max_chunk)
-        if self._plan_running(step):
+        num_preemptions = self.num_preemptions
+        self._grants.clear()
+        todo = self._table.todo()
+        step, chunked = self._plan_running(todo)
+        if num_preemptions == self.num_preemptions:  # All kept their pages, so there may be some for others.
             self._admit(step)
         for submission in self._heirs_due:
             self._queue_heirs(submission)
         self._heirs_due.clear()
-        scheduled = step.build()
+        scheduled = step.build([grant for grants in self._grants.values() for grant in grants])
         if scheduled is not None:
             self._pool.begin_step()
             self._in_flight.append(scheduled)
-        elif not self._in_flight and (self._running or self._waiting):
+            for request in (*chunked, *scheduled.admitted):
+                if self._prompts.offer(request, int(self._table.computed[request.slot])):
+                    self._heirs_due.append(request.submission)
+        elif not self._in_flight and (todo.any() or self._could_start()):
             raise RuntimeError(
-                f"no step can be planned for {len(self._running)} running and "
-                f"{len(self._waiting)} waiting requests"
+                f"no step can be planned: {self.num_running} samples run and {self.num_waiting} wait"
             )
         return scheduled
+
+    def commit(self, step: ScheduledStep, tokens: IntArray) -> Arrivals:
+        """Take the tokens of a step that has been collected: `tokens` holds one for each logit row."""
+        return take_tokens(self._table, step, tokens, self._is_eos)
 
     def retire(self, step: ScheduledStep) -> None:
         """The oldest step in flight has been collected; pages that waited for it may be used again."""
@@ -135,6 +167,12 @@ class Scheduler:
             raise RuntimeError("steps retire in the order in which they were planned")
         self._in_flight.pop(0)
         self._pool.retire_step()
+
+    def resume(self, request: Request) -> None:
+        """The caller has seen the latest token of a gated request, which may go on."""
+        request.held = False
+        if request.slot >= 0:
+            self._table.held[request.slot] = False
 
     def finish(self, request: Request, state: RequestState) -> None:
         """End a request, from whichever state, and take back what it holds."""
@@ -144,7 +182,7 @@ class Scheduler:
             self._leave_slot(request)
         elif request.queued:
             self._waiting.remove(request)
-        self._drop_heir(request)
+        self._prompts.drop_heir(request)
 
     def abandon_steps(self) -> None:
         """The device is lost: no step in flight will ever be collected."""
@@ -156,16 +194,11 @@ class Scheduler:
 
         With nothing running this means that every page and slot is free, or held for waiting samples.
         """
-        holders = [request.table.pages for request in self._running]
-        self._pool.check_integrity([*holders, *(prefix.pages for prefix in self._prefixes.values())])
-        slots = sorted(self._free_slots + [request.slot for request in self._running])
-        if slots != list(range(self._max_running)):
-            raise RuntimeError(f"slots {slots} are free or running, of {self._max_running}")
-        orders = [request.order for request in self._running]
-        if orders != sorted(set(orders)):
-            raise RuntimeError(f"running requests are out of order: {orders}")
-        if not self._running and not self._waiting and self._prefixes:
-            raise RuntimeError(f"{len(self._prefixes)} shared prompts are held for nobody")
+        self._table.check_integrity()
+        holders = [request.table.pages for request in self._table.running]
+        self._pool.check_integrity([*holders, *self._prompts.holders()])
+        if not len(self._table) and not self._waiting and len(self._prompts):
+            raise RuntimeError(f"{len(self._prompts)} shared prompts are held for nobody")
 
     def _max_tokens(self, prompt: list[int], params: SamplingParams) -> int:
         return min(params.max_tokens, self.limits.max_model_len - len(prompt))
@@ -176,7 +209,7 @@ class Scheduler:
         A chunk and the running requests' rows together should fill the rung that the chunk alone would
         need, rather than spill a few rows into the next; unless that left less than half for the chunk.
         """
-        num_running = len(self._running)
+        num_running = self.num_running
         for shape in self.limits.chunk_shapes:
             enough = min(shape.sequences, shape.logit_rows) >= num_running
             if enough and shape.rows >= max(self.max_chunk, 2 * num_running):
@@ -185,182 +218,141 @@ class Scheduler:
 
     # Running requests ------------------------------------------------------------------------------------
 
-    def _plan_running(self, step: StepBuilder) -> bool:
-        """Plan every running request; return whether all kept their pages, so that others may be admitted."""
-        index = 0
-        num_running = len(self._running)
-        while index < len(self._running):  # Preemption shortens the list, from the end.
-            request = self._running[index]
-            index += 1
-            step.num_reserved = len(self._running) - index
-            if request.num_uncomputed:
-                self._plan_request(request, step)
+    def _plan_running(self, todo: IntArray) -> tuple[StepBuilder, list[Request]]:
+        """A step with the rows of the running requests, and those of them that compute several."""
+        table, order = self._table, self._table.order
+        asked = todo[order]
+        longer: list[int] = order[asked > 1].tolist()
+        decoding = self._find_pages(order[asked == 1])
+        step = StepBuilder(self.limits, table, self._budget(), self.max_chunk, decoding)
+        chunked: list[Request] = []
+        for index, slot in enumerate(longer):
+            request = table.requests[slot]
+            if request is None:
+                continue  # Preempted by one that decodes.
+            step.num_reserved = len(longer) - index - 1
+            if self._plan_chunk(request, int(todo[slot]), step):
+                chunked.append(request)
         step.num_reserved = 0
-        return len(self._running) == num_running
+        return step, chunked
 
-    def _plan_request(self, request: Request, step: StepBuilder) -> None:
-        table = request.table
-        if self._windowed:
-            table.pass_window(request.num_computed)
-        available = table.num_tokens_available(request.num_computed)
-        if available < 1:
-            if not self._make_room(request):
-                return
-            available = table.num_tokens_available(request.num_computed)
-        chunk = step.next_chunk(request, available)
-        if chunk.num_tokens > 0:
-            for group, index, page in table.grow(request.num_computed + chunk.num_tokens):
-                step.grants.append(PageGrant(group, request.slot, index, page))
-            step.add(request, chunk)
-            self._share_prompt(request)
+    def _find_pages(self, decoding: IntArray) -> IntArray:
+        """Those of the slots that have a page for their next token, after preempting others if need be."""
+        table = self._table
+        computed = table.computed[decoding]
+        for slot in decoding[computed >= table.next_pass[decoding]].tolist():
+            self._pass_window(table.at(slot))
+        held_up: list[int] = []
+        short: list[int] = decoding[computed >= table.capacity[decoding]].tolist()
+        for slot in short:
+            request = table.requests[slot]
+            if request is not None:
+                if self._make_room(request):
+                    self._grow(request, int(table.computed[slot]) + 1)
+                else:
+                    held_up.append(slot)
+        keep = table.serial[decoding] >= 0
+        if held_up:
+            keep &= ~np.isin(decoding, held_up)
+        return decoding if keep.all() else decoding[keep]
+
+    def _plan_chunk(self, request: Request, todo: int, step: StepBuilder) -> bool:
+        """Give the request as many rows as there are; return whether there was one."""
+        computed = int(self._table.computed[request.slot])
+        if computed >= self._table.next_pass[request.slot]:
+            self._pass_window(request)
+        # Nobody decodes and nothing is under way: pages will come only from other running requests.
+        stuck = step.empty and not self._in_flight
+        available = request.table.num_tokens_available(computed)
+        if available < 1 and stuck and self._make_room(request):
+            available = request.table.num_tokens_available(computed)
+        chunk = step.next_chunk(request, computed, todo, available)
+        if chunk.num_tokens < 1:
+            return False
+        self._grow(request, computed + chunk.num_tokens)
+        step.add(request, chunk, todo)
+        return True
+
+    def _grow(self, request: Request, num_tokens: int) -> None:
+        slot = request.slot
+        grown = request.table.grow(num_tokens)
+        if grown:
+            granted = self._grants.setdefault(slot, [])
+            granted += [(group, slot, index, page) for group, index, page in grown]
+            self._table.follow_pages(request)
+
+    def _pass_window(self, request: Request) -> None:
+        request.table.pass_window(int(self._table.computed[request.slot]))
+        self._table.follow_pages(request)
 
     def _make_room(self, request: Request) -> bool:
-        """Whether a page is free in every group, after taking from others, latest first, what it takes."""
+        """Whether a page is free in every group, after taking from others what it takes."""
         while not self._pool.num_free_everywhere:
             if self._pool.returning:
                 return False
-            if self._drop_prefix():
+            if self._prompts.release_latest():
                 continue
-            victim = self._running[-1]
+            victim = min(self._table.running, key=self._loss)
             self._preempt(victim)
             if victim is request:
                 return False
         return True
 
+    def _loss(self, request: Request) -> tuple[int, int, int]:
+        """What preempting the request would cost: less is better, the later first among equals."""
+        arrival, index = request.order
+        return int(self._table.computed[request.slot]), -arrival, -index
+
     def _preempt(self, request: Request) -> None:
         request.advance(RequestState.PREEMPTED)
         self._leave_slot(request)
-        request.num_computed = 0
+        self.num_preemptions += 1
         self._waiting.push(request)
 
     def _leave_slot(self, request: Request) -> None:
-        del self._running[bisect_left(self._running, request.order, key=_order)]
-        self._free_slots.append(request.slot)
-        request.slot = -1
-        request.decode_plan = None
+        self._grants.pop(request.slot, None)
+        self._table.leave(request)
         request.table.clear()
 
     # Waiting requests ------------------------------------------------------------------------------------
 
     def _admit(self, step: StepBuilder) -> None:
-        promised = self._promised() if self._free_slots and self._waiting else []
-        while self._free_slots and not step.full:
+        if not (self._waiting and self._table.has_free):
+            return
+        promised = self._room.promised()
+        while self._table.has_free and not step.full:
             request = self._waiting.peek()
             # A token of a preempted request may be under way; its slot is filled when that is known.
-            if request is None or request.num_pending or not self._has_room(request, promised):
+            if request is None or request.num_pending or request.held:
+                return
+            idle = not (self.num_running or self._in_flight)
+            if not self._room.find(request, promised, idle=idle):
                 return
             self._start(request, step)
-            for group, num_owed in enumerate(self._owed(request)):
-                promised[group] += num_owed
+            self._room.promise(request, promised)
 
     def _start(self, request: Request, step: StepBuilder) -> None:
-        prefix = self._prefix_for(request)
+        prefix = self._prompts.find(request)
+        copies: list[tuple[int, int, int]] = []
+        num_computed = 0
         if prefix is not None:
-            request.table.adopt(prefix)
-            request.num_computed = prefix.num_tokens
-        chunk = step.next_chunk(request, request.table.num_tokens_available(request.num_computed))
-        request.table.grow(request.num_computed + chunk.num_tokens)
+            copies, num_computed = request.table.adopt(prefix), prefix.num_tokens
+        todo = request.num_known - num_computed
+        chunk = step.next_chunk(request, num_computed, todo, request.table.num_tokens_available(num_computed))
+        request.table.grow(num_computed + chunk.num_tokens)
         self._waiting.remove(request)
         request.advance(RequestState.RUNNING)
-        request.slot = self._free_slots.pop()
         request.num_admissions += 1
-        insort(self._running, request, key=_order)
-        step.load(request)
-        step.add(request, chunk)
-        self._drop_heir(request)
-        self._share_prompt(request)
+        self._table.enter(request, num_computed)
+        step.load(request, num_computed, copies)
+        step.add(request, chunk, todo)
+        self._prompts.drop_heir(request)
 
-    def _has_room(self, request: Request, promised: list[int]) -> bool:
-        """Whether the pool can take the request's known tokens beside what is `promised` to running ones."""
-        while not self._fits(request, promised):
-            if self._running or self._in_flight or not self._prefixes:
-                return False
-            # Nobody will give anything back: shared prompts must go, this request's own the last.
-            self._release_prefix(min(self._prefixes, key=lambda owner: owner is request.submission))
-        return True
-
-    def _fits(self, request: Request, promised: list[int]) -> bool:
-        prefix = self._prefix_for(request)
-        num_shared = 0 if prefix is None else prefix.num_tokens // self.limits.page_size
-        wanted = self._num_pages(request.num_known) - num_shared
-        return all(
-            min(wanted, cap) + promised[group] <= self._pool.num_free(group)
-            for group, cap in enumerate(self._page_caps)
-        )
-
-    def _promised(self) -> list[int]:
-        """Free pages of each group that the running requests have yet to take."""
-        owed = [self._owed(request) for request in self._running]
-        return [sum(column) for column in zip(*owed, strict=True)] if owed else [0] * len(self._page_caps)
-
-    def _owed(self, request: Request) -> list[int]:
-        """What a running request has yet to take for its known tokens, and a page more in each group.
-
-        The one more keeps a newcomer from being preempted as soon as somebody fills a page.
-        """
-        missing = max(0, self._num_pages(request.num_known) - request.table.num_spanned)
-        return [min(missing, cap) + 1 for cap in self._page_caps]
-
-    def _num_pages(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.limits.page_size)
-
-    # Prompts shared by several samples -------------------------------------------------------------------
-
-    def _prefix_for(self, request: Request) -> SharedPrefix | None:
-        return self._prefixes.get(request.submission) if request.sample_index else None
-
-    def _num_shareable(self, submission: Submission) -> int:
-        """Full pages of the prompt, short of its last token, which every sample computes for its logits."""
-        return (len(submission.prompt) - 1) // self.limits.page_size
-
-    def _share_prompt(self, request: Request) -> None:
-        """Once the first sample's steps cover the full prompt pages, hold them for the other samples."""
-        submission = request.submission
-        if request.sample_index or not submission.awaits_prefix:
-            return
-        num_pages = self._num_shareable(submission)
-        if request.num_computed >= num_pages * self.limits.page_size:
-            submission.awaits_prefix = False
-            self._prefixes[submission] = request.table.share(num_pages)
-            # From the next step on: within one step nobody reads what another writes.
-            self._heirs_due.append(submission)
+    def _could_start(self) -> bool:
+        """Whether nothing runs and yet the next request waits, though all it waited for has come."""
+        request = self._waiting.peek()
+        return not (self.num_running or request is None or request.held)
 
     def _queue_heirs(self, submission: Submission) -> None:
         for heir in submission.heirs:
             self._waiting.push(heir)
-
-    def _drop_heir(self, request: Request) -> None:
-        heirs = request.submission.heirs
-        heirs.discard(request)
-        if not heirs and request.submission in self._prefixes:
-            self._release_prefix(request.submission)
-
-    def _drop_prefix(self) -> bool:
-        """Give up the latest shared prompt that nobody but its waiting samples holds, if there is one."""
-        for submission in reversed(self._prefixes):
-            pages = self._prefixes[submission].pages
-            if any(page and self._pool.held_once(g, page) for g, held in enumerate(pages) for page in held):
-                self._release_prefix(submission)
-                return True
-        return False
-
-    def _release_prefix(self, submission: Submission) -> None:
-        for group, pages in enumerate(self._prefixes.pop(submission).pages):
-            for page in pages:
-                if page:
-                    self._pool.release(group, page)
-
-
-def _order(request: Request) -> tuple[int, int]:
-    return request.order
-
-
-def _page_caps(limits: EngineLimits, max_chunk: int) -> list[int]:
-    """The most pages that a request holds in each group at once: behind a window they are given back."""
-    caps: list[int] = []
-    for window, num_pages in zip(limits.windows, limits.num_pages, strict=True):
-        cap = num_pages - 1
-        if window:
-            cap = min(cap, max_pages_spanned(window + max_chunk, limits.page_size))
-        caps.append(cap)
-    return caps

@@ -5,34 +5,43 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from jaxserve.plan import EngineLimits, PageGrant, SequencePlan, SlotLoad, StepPlan, StepShape
+import numpy as np
+import numpy.typing as npt
+
+from jaxserve.plan import EngineLimits, IntArray, SlotLoad, StepPlan, StepShape
 from jaxserve.scheduling.request import Request
+from jaxserve.scheduling.slots import BoolArray, SlotTable
 
 
-class StepPart(NamedTuple):
-    """What one request does in a step."""
+class ScoredRows(NamedTuple):
+    """Log-probs of a prompt that a step brings."""
 
     request: Request
     start: int
-    """Position of its first row."""
-    num_logit_rows: int
-    num_scored: int
-    """The first so many of the logit rows are log-probs of the prompt, rows `start` and on."""
-    samples: bool
-    """Whether the last row samples a token that the host does not know yet."""
+    """Position of the first row."""
+    num_rows: int
+    first_row: int
+    """Among the step's logit rows."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class ScheduledStep:
-    """A planned step: what the device is told, and for whom."""
+    """A planned step: what the device is told, and for whom. K sequences sample an unknown token."""
 
     plan: StepPlan
     loads: tuple[SlotLoad, ...]
     """Slots to fill before the step."""
-    parts: tuple[StepPart, ...]
-    """In the order of the plan's sequences."""
     admitted: tuple[Request, ...]
     """The requests that fill the slots, in the order of `loads`."""
+    slots: IntArray
+    """[K]."""
+    serials: npt.NDArray[np.int64]
+    """[K] the admissions that held the slots."""
+    requests: list[Request]
+    """[K] the requests in them."""
+    rows: IntArray
+    """[K] the logit row of each."""
+    scored: tuple[ScoredRows, ...]
 
 
 class Chunk(NamedTuple):
@@ -46,32 +55,36 @@ class Chunk(NamedTuple):
 class StepBuilder:
     """Collects the parts of one step and keeps it within a shape that is compiled.
 
-    A row and a logit row stay reserved for each running request that has not been asked yet
-    (`num_reserved`), so that a long prompt never holds up the requests that only decode.
+    First come the sequences that only decode, a row each, then the others, for each of which a row and a
+    logit row stay reserved until its turn (`num_reserved`).
     """
 
-    def __init__(self, limits: EngineLimits, budget: StepShape, max_chunk: int) -> None:
+    def __init__(
+        self, limits: EngineLimits, table: SlotTable, budget: StepShape, max_chunk: int, decoding: IntArray
+    ) -> None:
         self._limits = limits
-        self._rows_left = budget.rows
-        self._logit_rows_left = budget.logit_rows
-        self._sequences_left = budget.sequences
+        self._table = table
+        self._decoding = decoding
+        self._rows_left = budget.rows - len(decoding)
+        self._logit_rows_left = budget.logit_rows - len(decoding)
+        self._sequences_left = budget.sequences - len(decoding)
         self._chunk_left = max_chunk
         self.num_reserved = 0
-        self._sequences: list[SequencePlan] = []
-        self._parts: list[StepPart] = []
+        self._chunks: list[tuple[int, Chunk, int]] = []
         self._loads: list[SlotLoad] = []
         self._admitted: list[Request] = []
-        self.grants: list[PageGrant] = []
 
     @property
     def full(self) -> bool:
         """Whether no request can be admitted to this step."""
         return not (self._rows_left and self._logit_rows_left and self._sequences_left and self._chunk_left)
 
-    def next_chunk(self, request: Request, num_available: int) -> Chunk:
-        """The most that the request can compute in this step, of the `num_available` tokens with pages."""
-        start = request.num_computed
-        todo = request.num_uncomputed
+    @property
+    def empty(self) -> bool:
+        return not (len(self._decoding) or self._chunks)
+
+    def next_chunk(self, request: Request, start: int, todo: int, num_available: int) -> Chunk:
+        """The most that the request can compute in this step, of `todo` tokens, with pages for so many."""
         rows = min(todo, num_available, self._rows_left - self.num_reserved)
         if todo > 1:
             rows = min(rows, self._chunk_left)
@@ -84,29 +97,17 @@ class StepBuilder:
             rows = min(rows, submission.num_scored - start)
         return Chunk(rows, 1, 0)
 
-    def add(self, request: Request, chunk: Chunk) -> None:
-        """Put the request's next rows into the step, and count them as computed."""
-        num_tokens, num_logit_rows, num_scored = chunk
-        todo = request.num_uncomputed
-        samples = num_tokens == todo
-        self._rows_left -= num_tokens
-        self._logit_rows_left -= num_logit_rows
+    def add(self, request: Request, chunk: Chunk, todo: int) -> None:
+        """Put the request's next rows into the step."""
+        self._rows_left -= chunk.num_tokens
+        self._logit_rows_left -= chunk.num_logit_rows
         self._sequences_left -= 1
         if todo > 1:
-            self._chunk_left -= num_tokens
-        if num_tokens == num_logit_rows == 1:
-            if request.decode_plan is None:
-                request.decode_plan = SequencePlan(request.slot, 1)
-            self._sequences.append(request.decode_plan)
-        else:
-            self._sequences.append(SequencePlan(request.slot, num_tokens, num_logit_rows))
-        self._parts.append(StepPart(request, request.num_computed, num_logit_rows, num_scored, samples))
-        request.num_computed += num_tokens
-        request.num_pending += samples
-        request.submission.num_scored += num_scored
+            self._chunk_left -= chunk.num_tokens
+        self._chunks.append((request.slot, chunk, todo))
 
-    def load(self, request: Request) -> None:
-        """Fill the request's slot before the step."""
+    def load(self, request: Request, num_computed: int, copies: list[tuple[int, int, int]]) -> None:
+        """Fill the request's slot before the step; `copies` are of the begun pages that it starts on."""
         submission = request.submission
         self._admitted.append(request)
         self._loads.append(
@@ -114,26 +115,64 @@ class StepBuilder:
                 slot=request.slot,
                 tokens=submission.prompt + request.output,
                 num_prompt_tokens=len(submission.prompt),
-                num_computed=request.num_computed,
+                num_computed=num_computed,
                 pages=tuple(tuple(pages) for pages in request.table.pages),
                 params=submission.params,
                 seed=submission.seed,
                 sample_index=request.sample_index,
                 eos_token_ids=self._limits.eos_token_ids,
+                copies=tuple(copies),
             )
         )
 
-    def build(self) -> ScheduledStep | None:
-        """The step in the smallest shape that holds it, or None if it has no rows."""
-        if not self._parts:
+    def build(self, grants: list[tuple[int, int, int, int]]) -> ScheduledStep | None:
+        """The step in the smallest shape that holds it, its rows counted as computed; None without rows."""
+        if self.empty:
             return None
-        num_rows = sum(sequence.num_tokens for sequence in self._sequences)
-        num_logit_rows = sum(sequence.num_logit_rows for sequence in self._sequences)
-        num_sequences = len(self._sequences)
-        shape = self._limits.fit(num_rows, num_sequences, num_logit_rows, num_rows == num_sequences)
+        slots, num_tokens, num_logit_rows, samples = self._columns()
+        row_ends = np.cumsum(num_logit_rows, dtype=np.int32)
+        num_rows = int(num_tokens.sum())
+        shape = self._limits.fit(num_rows, len(slots), int(row_ends[-1]), num_rows == len(slots))
+        scored = self._score(row_ends)
+        sampling = slots[samples]
+        table = self._table
+        table.computed[slots] += num_tokens
+        table.known[sampling] += 1
+        table.pending[sampling] += 1
+        table.held[sampling] = table.gated[sampling]
         return ScheduledStep(
-            StepPlan.of(self._sequences, self.grants, shape),
+            StepPlan(slots, num_tokens, num_logit_rows, np.array(grants, np.int32).reshape(-1, 4), shape),
             tuple(self._loads),
-            tuple(self._parts),
             tuple(self._admitted),
+            sampling,
+            table.serial[sampling],
+            [table.at(slot) for slot in sampling.tolist()],
+            row_ends[samples] - 1,
+            scored,
         )
+
+    def _columns(self) -> tuple[IntArray, IntArray, IntArray, BoolArray]:
+        """Slot, rows, logit rows of each sequence, and whether its last row samples an unknown token."""
+        ones = np.ones(len(self._decoding), np.int32)
+        if not self._chunks:
+            return self._decoding, ones, ones, ones.astype(np.bool_)
+        rows = [(slot, *chunk[:2], chunk.num_tokens == todo) for slot, chunk, todo in self._chunks]
+        slots, num_tokens, num_logit_rows, samples = np.array(rows, np.int32).T
+        return (
+            np.concatenate([self._decoding, slots]),
+            np.concatenate([ones, num_tokens]),
+            np.concatenate([ones, num_logit_rows]),
+            np.concatenate([ones, samples]).astype(np.bool_),
+        )
+
+    def _score(self, row_ends: IntArray) -> tuple[ScoredRows, ...]:
+        """The prompt log-probs that the step will bring, counted as asked for."""
+        scored: list[ScoredRows] = []
+        ends = row_ends[len(self._decoding) :].tolist()
+        for (slot, chunk, _), end in zip(self._chunks, ends, strict=True):
+            if chunk.num_scored:
+                request = self._table.at(slot)
+                request.submission.num_scored += chunk.num_scored
+                start, first_row = int(self._table.computed[slot]), end - chunk.num_logit_rows
+                scored.append(ScoredRows(request, start, chunk.num_scored, first_row))
+        return tuple(scored)

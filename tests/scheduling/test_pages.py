@@ -88,17 +88,48 @@ def test_shared_pages_outlive_the_one_who_computed_them() -> None:
     pool = PagePool([10, 10])
     leader, heir = PageTable(pool, 4, [0, 6]), PageTable(pool, 4, [0, 6])
     leader.grow(14)
-    prefix = leader.share(3)
-    assert prefix.num_tokens == 12
+    prefix = leader.share(12)
+    assert (prefix.num_tokens, prefix.num_full, prefix.begun) == (12, 3, ())
     assert prefix.pages == ((1, 2, 3), (0, 2, 3)), "the token at 12 reads from 7 on in a window of 6"
     leader.clear()
-    heir.adopt(prefix)
+    assert heir.adopt(prefix) == []
     pool.check_integrity([heir.pages, prefix.pages])
     heir.pass_window(13)
     assert heir.pages[1] == [0, 0, 3]
     heir.grow(13)
     heir.clear()
     pool.check_integrity([prefix.pages])
+
+
+def test_a_begun_page_is_copied_and_not_shared() -> None:
+    pool = PagePool([10, 10])
+    leader, heir = PageTable(pool, 4, [0, 6]), PageTable(pool, 4, [0, 6])
+    leader.grow(14)
+    prefix = leader.share(14)
+    assert (prefix.num_tokens, prefix.num_full, prefix.begun) == (14, 3, (4, 4))
+    assert heir.adopt(prefix) == [(0, 4, 5), (1, 4, 5)]
+    assert heir.pages == [[1, 2, 3, 5], [0, 0, 3, 5]], "the token at 14 reads from 9 on in a window of 6"
+    held = [[page for g, page in prefix.held if g == group] for group in range(2)]
+    pool.check_integrity([leader.pages, heir.pages, held])
+
+
+def test_a_page_that_no_step_uses_any_more_is_free_at_once() -> None:
+    pool = PagePool([4])
+    kept, used = pool.acquire(0), pool.acquire(0)
+    for page in (kept, used):
+        pool.retain(0, page)
+    pool.begin_step()
+    pool.release(0, kept)
+    pool.retire_step()
+    pool.begin_step()
+    pool.release(0, used)
+    pool.release_unused(0, used)
+    assert pool.num_free(0) == 1, "the step in flight may still read it"
+    pool.release_unused(0, kept)
+    assert pool.num_free(0) == 2
+    pool.retire_step()
+    assert pool.num_free(0) == 3
+    pool.check_integrity([])
 
 
 @pytest.mark.parametrize(("num_tokens", "most"), [(1, 1), (2, 2), (5, 2), (6, 3), (9, 3), (10, 4)])

@@ -14,16 +14,19 @@ STATES = list(RequestState)
 LEGAL = {
     ("waiting", "running"),
     ("waiting", "aborted"),
+    ("waiting", "expired"),
     ("waiting", "failed"),
     ("running", "preempted"),
     ("running", "stopped"),
     ("running", "exhausted"),
     ("running", "aborted"),
+    ("running", "expired"),
     ("running", "failed"),
     ("preempted", "running"),
     ("preempted", "stopped"),
     ("preempted", "exhausted"),
     ("preempted", "aborted"),
+    ("preempted", "expired"),
     ("preempted", "failed"),
 }
 
@@ -55,7 +58,13 @@ def test_each_end_has_its_finish_reason() -> None:
             assert subject.finish_reason is None
             subject.advance(state)
             reasons[state.value] = subject.finish_reason
-    assert reasons == {"stopped": "stop", "exhausted": "length", "aborted": "abort", "failed": "error"}
+    assert reasons == {
+        "stopped": "stop",
+        "exhausted": "length",
+        "aborted": "abort",
+        "expired": "expired",
+        "failed": "error",
+    }
 
 
 @pytest.mark.parametrize(
@@ -80,14 +89,3 @@ def test_tokens_end_an_answer(
     assert ends[-1] is RequestState(end)
     assert subject.stop_reason == stop_reason
     assert subject.output == tokens
-
-
-def test_known_and_computed_run_ahead_of_what_has_arrived() -> None:
-    scheduler = Scheduler(make_limits())
-    subject = scheduler.submit("a", [1, 2, 3], SamplingParams(max_tokens=2), 0).leader
-    assert (subject.num_known, subject.num_computed, subject.num_uncomputed) == (3, 0, 3)
-    scheduler.plan()
-    assert (subject.num_known, subject.num_computed, subject.num_uncomputed) == (4, 3, 1)
-    scheduler.plan()
-    assert (subject.num_known, subject.num_computed, subject.num_uncomputed) == (5, 4, 0)
-    assert scheduler.plan() is None

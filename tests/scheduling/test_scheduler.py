@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import numpy as np
 import pytest
 
-from jaxserve.plan import SamplingParams
-from jaxserve.scheduling import Request, RequestState, ScheduledStep, Scheduler, Submission
+from jaxserve.plan import SamplingParams, SlotLoad
+from jaxserve.scheduling import Request, RequestState, ScheduledStep, Scheduler, ScoredRows, Submission
 from tests.fake_engine import make_limits
 
 LONG = SamplingParams(max_tokens=60, ignore_eos=True)
@@ -15,25 +18,28 @@ def submit(scheduler: Scheduler, name: str, prompt_len: int, params: SamplingPar
     return scheduler.submit(name, [7] * prompt_len, params, 0)
 
 
-def complete(scheduler: Scheduler, step: ScheduledStep | None) -> ScheduledStep:
+class Done(NamedTuple):
+    """A step that has run."""
+
+    rows: dict[str, int]
+    """By request name."""
+    admitted: tuple[Request, ...]
+    loads: tuple[SlotLoad, ...]
+    scored: tuple[ScoredRows, ...]
+
+
+def complete(scheduler: Scheduler, step: ScheduledStep | None) -> Done:
     """The device has run the step and sampled token 5 wherever it had to."""
     assert step is not None
+    names = {request.slot: request.submission.request_id for request in scheduler.running}
+    rows = {names[part.slot]: part.num_tokens for part in step.plan.sequences if part.slot in names}
     scheduler.retire(step)
-    for part in step.parts:
-        if part.samples and part.request.finish_reason is None:
-            end = part.request.append(5)
-            if end is not None:
-                scheduler.finish(part.request, end)
+    tokens = np.full(int(step.plan.num_logit_rows.sum()), 5, np.int32)
+    for request, _, _, end in zip(*scheduler.commit(step, tokens), strict=True):
+        if end is not None:
+            scheduler.finish(request, end)
     scheduler.check_integrity()
-    return step
-
-
-def shape_of(step: ScheduledStep) -> dict[str, int]:
-    """Rows by request name."""
-    return {
-        part.request.submission.request_id: planned.num_tokens
-        for part, planned in zip(step.parts, step.plan.sequences, strict=True)
-    }
+    return Done(rows, step.admitted, step.loads, step.scored)
 
 
 def states(*submissions: Submission) -> list[RequestState]:
@@ -44,7 +50,7 @@ def test_first_come_first_served_within_the_budget() -> None:
     scheduler = Scheduler(make_limits(num_slots=4, num_pages=(400,)), max_chunk=16)
     for name, prompt_len in [("a", 10), ("b", 20), ("c", 3)]:
         submit(scheduler, name, prompt_len)
-    shapes = [shape_of(complete(scheduler, scheduler.plan())) for _ in range(4)]
+    shapes = [complete(scheduler, scheduler.plan()).rows for _ in range(4)]
     assert shapes == [
         {"a": 10, "b": 6},
         {"a": 1, "b": 14, "c": 1},
@@ -60,7 +66,7 @@ def test_a_chunk_is_cut_to_its_rung_unless_that_leaves_less_than_half() -> None:
             submit(scheduler, str(number), 1)
         complete(scheduler, scheduler.plan())
         submit(scheduler, "long", 40)
-        assert list(shape_of(complete(scheduler, scheduler.plan())).values()) == rows
+        assert list(complete(scheduler, scheduler.plan()).rows.values()) == rows
 
 
 def test_no_more_run_than_have_a_row_beside_a_chunk() -> None:
@@ -153,8 +159,8 @@ def test_prompt_logprobs_take_only_the_logit_rows_that_others_leave() -> None:
     complete(scheduler, scheduler.plan())
     scored = submit(scheduler, "s", 40, SamplingParams(max_tokens=2, prompt_logprobs=0, ignore_eos=True))
     shapes = [complete(scheduler, scheduler.plan()) for _ in range(3)]
-    assert [shape_of(step)["s"] for step in shapes] == [14, 14, 12]
-    assert [step.parts[-1].num_scored for step in shapes] == [14, 14, 11]
+    assert [step.rows["s"] for step in shapes] == [14, 14, 12]
+    assert [step.scored[-1].num_rows for step in shapes] == [14, 14, 11]
     assert scored.leader.output == [5]
 
 
@@ -192,22 +198,6 @@ def test_the_queue_forgets_the_aborted_from_its_end() -> None:
     assert scheduler.num_waiting == 0
 
 
-def test_a_shared_prompt_is_given_up_when_nothing_else_would_make_room() -> None:
-    scheduler = Scheduler(make_limits(num_slots=2, num_pages=(13,)))
-    early = submit(scheduler, "e", 1, SamplingParams(max_tokens=20, ignore_eos=True))
-    group = submit(scheduler, "g", 21, SamplingParams(n=2, max_tokens=20, ignore_eos=True))
-    while group.leader.state is not RequestState.PREEMPTED:
-        complete(scheduler, scheduler.plan())
-    while early.leader.finish_reason is None:
-        complete(scheduler, scheduler.plan())
-    # The prompt's 5 pages are held for the second sample; the first needs 9 of the 12 to recompute.
-    step = complete(scheduler, scheduler.plan())
-    assert step.admitted[0] is group.leader
-    while scheduler.num_running or scheduler.num_waiting:
-        complete(scheduler, scheduler.plan())
-    assert [request.finish_reason for request in group.requests] == ["length"] * 2
-
-
 def test_a_prompt_preempted_halfway_is_scored_from_where_it_was() -> None:
     scheduler = Scheduler(make_limits(num_slots=2, num_pages=(10,)), max_chunk=1)
     early = submit(scheduler, "e", 1, SamplingParams(max_tokens=30, ignore_eos=True))
@@ -220,6 +210,6 @@ def test_a_prompt_preempted_halfway_is_scored_from_where_it_was() -> None:
     rows: list[int] = []
     while scored.leader.finish_reason is None:
         step = complete(scheduler, scheduler.plan())
-        rows += [p.start for p in step.parts if p.request is scored.leader and p.num_scored]
+        rows += [part.start for part in step.scored]
     assert rows == list(range(already, 19))
     assert early.leader.finish_reason == "length"

@@ -1,0 +1,82 @@
+"""What a host loop counts and times of itself, and how it stood after a step."""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+Stage = Literal["plan", "load", "dispatch", "wait", "commit", "deliver", "idle"]
+STAGES: tuple[Stage, ...] = ("plan", "load", "dispatch", "wait", "commit", "deliver", "idle")
+"""Where a loop's time goes: choosing the next step, filling slots, starting the step, waiting for the device,
+taking its tokens, making answers of them; and whatever its caller does between two steps."""
+STEP_ROWS_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+"""Upper bounds of the buckets in which steps are counted by their rows; one more has no bound."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoopSnapshot:
+    """How a loop stood after a step. Totals count from its beginning."""
+
+    num_open: int
+    """Requests that had not ended."""
+    num_running: int
+    """Samples in slots."""
+    num_waiting: int
+    """Samples in the queue."""
+    num_free_pages: tuple[int, ...]
+    """Of each cache group; page 0, which is never given out, is not among them."""
+    num_steps: int
+    """Steps collected."""
+    num_sampled: int
+    """Tokens handed out."""
+    num_prompt_tokens: int
+    """Of requests that have begun to answer."""
+    num_preemptions: int
+    step_rows: tuple[int, ...]
+    """Steps by their rows, a count for each of STEP_ROWS_BUCKETS and one for what lies beyond."""
+    num_step_rows: int
+    """Rows of all steps."""
+    stage_seconds: Mapping[Stage, float]
+    """Seconds spent in each stage; together they are the loop's life."""
+
+
+class LoopClock:
+    """Adds up where the time goes: every moment belongs to the stage that was entered last."""
+
+    __slots__ = ("_now", "_seconds", "_since", "_stage")
+
+    def __init__(self) -> None:
+        self._now = time.perf_counter
+        self._seconds: dict[Stage, float] = dict.fromkeys(STAGES, 0.0)
+        self._stage: Stage = "idle"
+        self._since = self._now()
+
+    def enter(self, stage: Stage) -> None:
+        now = self._now()
+        self._seconds[self._stage] += now - self._since
+        self._stage, self._since = stage, now
+
+    def read(self) -> Mapping[Stage, float]:
+        """Seconds by stage until now."""
+        self.enter(self._stage)
+        return dict(self._seconds)
+
+
+class StepCounts:
+    """Counts steps, their rows and their tokens."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self.num_sampled = 0
+        self.num_prompt_tokens = 0
+        self.num_rows = 0
+        self.by_rows = [0] * (len(STEP_ROWS_BUCKETS) + 1)
+
+    def add_step(self, num_rows: int, num_sampled: int) -> None:
+        self.num_steps += 1
+        self.num_rows += num_rows
+        self.num_sampled += num_sampled
+        self.by_rows[bisect_left(STEP_ROWS_BUCKETS, num_rows)] += 1

@@ -1,0 +1,65 @@
+"""What a collected step brings to its requests: their next tokens, and the ends that these make."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from jaxserve.plan import IntArray
+from jaxserve.scheduling.request import Request, RequestState
+from jaxserve.scheduling.slots import BoolArray, SlotTable
+from jaxserve.scheduling.step import ScheduledStep
+
+
+class Arrivals(NamedTuple):
+    """Tokens that have reached the host, as columns of equal length."""
+
+    requests: list[Request]
+    tokens: list[int]
+    rows: list[int]
+    """The logit row of each in the step's result."""
+    ends: list[RequestState | None]
+    """The state in which it ends the answer, if it does."""
+
+
+def take_tokens(table: SlotTable, step: ScheduledStep, tokens: IntArray, is_eos: BoolArray) -> Arrivals:
+    """Append a step's tokens to its requests; one that ended while the step ran takes none.
+
+    Args:
+        table: the slots, whose requests then have a token less under way.
+        step: the step that has been collected.
+        tokens: one for each of its logit rows.
+        is_eos: for each token of the vocabulary, whether it is an end-of-sequence id.
+    """
+    slots = step.slots
+    sampled = tokens[step.rows]
+    live = table.serial[slots] == step.serials
+    if not live.all():
+        return _take_late(table, step, sampled.tolist(), live.tolist())
+    table.pending[slots] -= 1
+    values: list[int] = sampled.tolist()
+    for request, token in zip(step.requests, values, strict=True):
+        request.output.append(token)
+    known = table.known[slots] - table.pending[slots]
+    stops = (is_eos[sampled] & table.ends_at_eos[slots]) | table.has_stop_ids[slots]
+    may_end = (known >= table.max_known[slots]) | (stops & (known >= table.first_end[slots]))
+    ends: list[RequestState | None] = [None] * len(values)
+    for index in may_end.nonzero()[0].tolist():
+        ends[index] = step.requests[index].end()
+    return Arrivals(step.requests, values, step.rows.tolist(), ends)
+
+
+def _take_late(table: SlotTable, step: ScheduledStep, tokens: list[int], live: list[bool]) -> Arrivals:
+    """The same where some have lost their slots since the step was planned."""
+    arrivals = Arrivals([], [], [], [])
+    for request, token, row, in_slot in zip(step.requests, tokens, step.rows.tolist(), live, strict=True):
+        if request.finish_reason is not None:
+            continue
+        if in_slot:
+            table.pending[request.slot] -= 1
+        else:
+            request.num_pending -= 1
+        arrivals.requests.append(request)
+        arrivals.tokens.append(token)
+        arrivals.rows.append(row)
+        arrivals.ends.append(request.append(token))
+    return arrivals

@@ -1,0 +1,132 @@
+"""The running requests as columns of numbers, a row a slot: a step is planned over all of them at once."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from jaxserve.plan import IntArray
+from jaxserve.scheduling.request import Request
+
+BoolArray = npt.NDArray[np.bool_]
+
+
+class SlotTable:
+    """Which request runs in which slot, and how far it is. A column counts only where a slot is taken.
+
+    *Known* and *computed* are as they will be once every planned step has run.
+    """
+
+    def __init__(self, num_slots: int, page_size: int) -> None:
+        def column() -> IntArray:
+            return np.zeros(num_slots, np.int32)
+
+        self.requests: list[Request | None] = [None] * num_slots
+        self.serial = np.full(num_slots, -1, np.int64)
+        """The number of the admission that filled the slot; -1 where it is free."""
+        self.known = column()
+        self.computed = column()
+        self.pending = column()
+        """Tokens that planned steps will sample and that have not reached the host."""
+        self.max_known = column()
+        """Known tokens with which the answer has reached its greatest length."""
+        self.first_end = column()
+        """Known tokens from which on an end-of-sequence id ends the answer."""
+        self.capacity = column()
+        """Tokens that the pages held can take."""
+        self.next_pass = column()
+        """The first position at which a window leaves a page behind."""
+        self.ends_at_eos = np.zeros(num_slots, np.bool_)
+        self.has_stop_ids = np.zeros(num_slots, np.bool_)
+        self.gated = np.zeros(num_slots, np.bool_)
+        self.held = np.zeros(num_slots, np.bool_)
+        """Gated, and the last token has not been seen."""
+        self.account = column()
+        """Whom the tokens are charged to."""
+        self._page_size = page_size
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._order: IntArray | None = None
+        self._num_admissions = 0
+
+    def __len__(self) -> int:
+        """Taken slots."""
+        return len(self.requests) - len(self._free)
+
+    @property
+    def num_slots(self) -> int:
+        return len(self.requests)
+
+    @property
+    def has_free(self) -> bool:
+        return bool(self._free)
+
+    @property
+    def order(self) -> IntArray:
+        """The taken slots, in the order in which their requests are served."""
+        if self._order is None:
+            taken = sorted((request.order, request.slot) for request in self.requests if request is not None)
+            self._order = np.array([slot for _, slot in taken], np.int32)
+        return self._order
+
+    @property
+    def running(self) -> list[Request]:
+        """The running requests, in the same order."""
+        return [self.at(slot) for slot in self.order.tolist()]
+
+    def at(self, slot: int) -> Request:
+        """The request in a taken slot."""
+        request = self.requests[slot]
+        assert request is not None, f"slot {slot} is free"
+        return request
+
+    def todo(self) -> IntArray:
+        """For each slot the tokens that could be computed now: 0 where it is free, held, or about to end."""
+        todo = self.known - self.computed
+        todo[(self.known >= self.max_known) | self.held | (self.serial < 0)] = 0
+        return todo
+
+    def enter(self, request: Request, num_computed: int, account: int = 0) -> None:
+        """Give a request a free slot."""
+        submission = request.submission
+        prompt_len = len(submission.prompt)
+        slot = request.slot = self._free.pop()
+        self.requests[slot] = request
+        self.serial[slot] = self._num_admissions
+        self._num_admissions += 1
+        self.known[slot] = request.num_known
+        self.computed[slot] = num_computed
+        self.pending[slot] = 0
+        self.max_known[slot] = prompt_len + submission.max_tokens
+        self.first_end[slot] = prompt_len + submission.params.min_tokens
+        self.ends_at_eos[slot] = bool(submission.eos_ids)
+        self.has_stop_ids[slot] = bool(submission.stop_ids)
+        self.gated[slot] = request.gated
+        self.held[slot] = False
+        self.account[slot] = account
+        self.follow_pages(request)
+        self._order = None
+
+    def leave(self, request: Request) -> None:
+        """Take a request's slot away; tokens under way stay counted with the request."""
+        slot = request.slot
+        request.num_pending = int(self.pending[slot])
+        request.slot = -1
+        self.requests[slot] = None
+        self.serial[slot] = -1
+        self._free.append(slot)
+        self._order = None
+
+    def follow_pages(self, request: Request) -> None:
+        """The request's page table has changed."""
+        self.capacity[request.slot] = request.table.num_spanned * self._page_size
+        self.next_pass[request.slot] = request.table.next_pass
+
+    def check_integrity(self) -> None:
+        """Raise RuntimeError unless slots and requests account for one another."""
+        taken = [slot for slot, request in enumerate(self.requests) if request is not None]
+        if sorted(self._free + taken) != list(range(self.num_slots)):
+            raise RuntimeError(f"slots {taken} are taken and {sorted(self._free)} free, of {self.num_slots}")
+        for slot in taken:
+            request = self.at(slot)
+            if request.slot != slot or self.known[slot] != request.num_known + self.pending[slot]:
+                raise RuntimeError(f"slot {slot} does not stand as request {request.order} does")
