@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, TypedDict, Unpack
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
 from jaxserve.async_engine import Engine
 from jaxserve.config import LogprobsMode
@@ -14,6 +14,7 @@ from jaxserve.plan import SamplingParams, StepEngine
 from jaxserve.progress import StageBars
 from jaxserve.text import AnswerText, Tokenizer
 from jaxserve.weights import Checkpoint, open_checkpoint, resolve_model
+from jaxserve.weights.generation_config import read_sampling_defaults
 
 if TYPE_CHECKING:
     from jaxserve.engine.build import EngineOptions
@@ -43,6 +44,8 @@ class OpenedModel:
     checkpoint: Checkpoint
     """Its end-of-sequence ids are the config's and the tokenizer's together."""
     tokenizer: Tokenizer
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Sampling parameters that the model's makers recommend, by name; see `SamplingParams`."""
 
     def build_engine(self, options: EngineOptions, *, progress: bool = False) -> DeviceEngine:
         """Load the weights and compile. `progress` shows bars on standard error if it takes long.
@@ -75,7 +78,8 @@ def open_model(name: str | os.PathLike[str], *, progress: bool = False) -> Opene
     ends = dict.fromkeys((*config.eos_token_ids, *tokenizer.eos_token_ids))
     # A tokenizer may know more ids than the model, which are never sampled.
     known_ends = tuple(token_id for token_id in ends if token_id < config.vocab_size)
-    return OpenedModel(replace(checkpoint, config=replace(config, eos_token_ids=known_ends)), tokenizer)
+    checkpoint = replace(checkpoint, config=replace(config, eos_token_ids=known_ends))
+    return OpenedModel(checkpoint, tokenizer, read_sampling_defaults(checkpoint.path))
 
 
 def make_loop(engine: StepEngine, tokenizer: Tokenizer, *, overlap: bool = True) -> HostLoop:

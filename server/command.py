@@ -1,24 +1,24 @@
-"""`jaxserve serve`: a model behind gRPC, and HTTP beside it."""
+"""`jaxserve serve`: models behind gRPC, and HTTP beside it."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import ipaddress
+import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxserve.commands.command import add_verbose_argument, shows_status
+from jaxserve.commands.command import add_verbose_argument, say, shows_status
 from jaxserve.commands.options import add_engine_arguments, read_engine_settings
+from server.route_arguments import RouteArguments, read_routes
 
 if TYPE_CHECKING:
-    from jaxserve.config import EngineConfig
-    from jaxserve.engine.build import EngineOptions
-    from jaxserve.opened_model import OpenedModel
-    from server.core import ModelIdentity, Service
+    from server.core import Routes
     from server.core.tls import TlsFiles
     from server.process import Door
 
@@ -27,9 +27,15 @@ DEFAULT_GRPC_PORT = 50051
 _PACKAGES = ("grpc", "grpc_health", "grpc_reflection", "smg_grpc_proto", "starlette", "uvicorn")
 """Of the `server` extra."""
 
-_DESCRIPTION = """Serves a model over gRPC (jaxserve.v1.Engine and vllm.grpc.engine.VllmEngine, with health
-and reflection) and, with --http-port, over HTTP as OpenAI does. Without certificates and tokens it listens on
-the loopback only. SIGTERM or Ctrl-C lets running requests end; a second one does not."""
+_DESCRIPTION = """Serves models over gRPC (jaxserve.v1.Engine and vllm.grpc.engine.VllmEngine, with health and
+reflection) and, with --http-port, over HTTP as OpenAI does. Requests name a route, which is a model, or one
+of several precisions of it; the first answers those that name none. The ports are open at once, and answer
+"unavailable" until the models are loaded. Without certificates and tokens it listens on the loopback only.
+SIGTERM or Ctrl-C lets running requests end; a second one does not."""
+_ORIGIN_HELP = "web origin whose pages may ask over HTTP, * for all; may be repeated (default: none)"
+_ROUTE_HELP = """another model, or the same one otherwise, as chat=smollm2-135m,fallback=chat-int8: KEY is
+dtype, kv, kv_memory, slots, max_model_len, max_chunk, deterministic, max_waiting, generation_config or
+fallback, the route that answers what this one has no room for; may be repeated"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,13 +70,14 @@ class Access:
 
 class Serve:
     name = "serve"
-    help = "serve a model over gRPC and HTTP"
+    help = "serve models over gRPC and HTTP"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.description = _DESCRIPTION
         add = parser.add_argument
-        add("model", metavar="MODEL", help="a catalogue name, a folder, a .gguf file or a hub id")
-        add("--name", metavar="NAME", help="what requests call the model (default: as MODEL says)")
+        add("models", metavar="MODEL", nargs="*", help="a catalogue name, a folder, a .gguf file or a hub id")
+        add("--route", action="append", default=[], metavar="NAME=MODEL[,KEY=VALUE...]", help=_ROUTE_HELP)
+        add("--name", metavar="NAME", help="what requests call a single MODEL (default: as MODEL says)")
         add("--host", default="127.0.0.1", metavar="HOST", help="address to listen on (default %(default)s)")
         add(
             "--grpc-port",
@@ -80,6 +87,7 @@ class Serve:
             help="0 takes a free one (default %(default)s)",
         )
         add("--http-port", type=_port, metavar="N", help="also serve HTTP; 0 takes a free port")
+        add("--allow-origin", action="append", default=[], metavar="ORIGIN", help=_ORIGIN_HELP)
         add("--tls-cert", type=Path, metavar="FILE", help="PEM certificate chain of the server")
         add("--tls-key", type=Path, metavar="FILE", help="its PEM private key")
         add(
@@ -88,6 +96,13 @@ class Serve:
         add("--tokens", type=Path, metavar="FILE", help="let in bearer tokens: lines of TENANT TOKEN")
         add("--num-slots", type=int, metavar="N", help="sequences that run at once (default: by machine)")
         add("--max-waiting", type=int, default=1024, metavar="N", help="longest queue (default %(default)s)")
+        add(
+            "--generation-config",
+            choices=["auto", "none"],
+            default="auto",
+            help="where a request leaves a sampling parameter out: auto takes what the model's own "
+            "generation_config.json says, none the library's defaults (default %(default)s)",
+        )
         add(
             "--drain-seconds",
             type=float,
@@ -102,16 +117,25 @@ class Serve:
         if any(find_spec(package) is None for package in _PACKAGES):
             raise ValueError("serving needs the extra `server`: in the checkout, pip install -e '.[server]'")
         access = read_access(args)
-        if args.max_waiting < 0:
-            raise ValueError(f"--max-waiting {args.max_waiting} is negative")
         if not args.drain_seconds >= 0:
             raise ValueError(f"--drain-seconds {args.drain_seconds} is not a number from 0 up")
-        from jaxserve.engine.build import EngineOptions
-        from jaxserve.opened_model import open_model
+        if args.allow_origin and args.http_port is None:
+            raise ValueError("--allow-origin is about HTTP: it needs --http-port")
+        return _serve(args, access, read_route_arguments(args))
 
-        options = EngineOptions(**read_engine_settings(args, num_slots=args.num_slots))
-        model = open_model(args.model, progress=shows_status(args))
-        return _serve(args, access, model, options)
+
+def read_route_arguments(args: argparse.Namespace) -> list[RouteArguments]:
+    """Every route that the arguments declare. Raises ValueError for one that is malformed."""
+    if args.max_waiting < 0:
+        raise ValueError(f"--max-waiting {args.max_waiting} is negative")
+    common = RouteArguments(
+        name="common",
+        model="",
+        max_waiting=args.max_waiting,
+        generation_config=args.generation_config,
+        settings=dict(read_engine_settings(args, num_slots=args.num_slots)),
+    )
+    return read_routes(args.models, args.route, args.name, common)
 
 
 def read_access(args: argparse.Namespace) -> Access:
@@ -129,53 +153,62 @@ def read_access(args: argparse.Namespace) -> Access:
     return Access(host=args.host, tls=tls, tokens=None if args.tokens is None else read_tokens(args.tokens))
 
 
-def model_name(argument: str) -> str:
-    """What requests call a model, unless the operator says otherwise: a path's last part, or the name."""
-    path = Path(argument)
-    if not path.exists():
-        return argument
-    return path.resolve().name.removesuffix(".gguf")
-
-
-def _serve(args: argparse.Namespace, access: Access, model: OpenedModel, options: EngineOptions) -> int:
-    import jax
-
-    from jaxserve.async_engine import Engine
-    from jaxserve.opened_model import make_loop
-    from server.core import Service, identify
+def _serve(args: argparse.Namespace, access: Access, declared: Sequence[RouteArguments]) -> int:
+    from server.core import Routes
+    from server.loading import ModelLoader
     from server.process import serve
 
-    device = model.build_engine(options, progress=shows_status(args))
-    identity = identify(args.name or model_name(args.model), model, device.config, jax.default_backend())
+    loader = ModelLoader(declared, progress=shows_status(args))
 
     async def main() -> int:
-        engine = Engine(make_loop(device, model.tokenizer))
-        service = Service(identity, model.tokenizer, engine, max_waiting=args.max_waiting)
+        routes = Routes({route.name: route.fallback for route in declared})
+
+        def on_open(addresses: Sequence[str]) -> None:
+            say(f"loading {', '.join(routes.names)}; until then {' and '.join(addresses)} answer unavailable")
 
         def announce(addresses: Sequence[str]) -> None:
-            for line in (*_address_lines(addresses, access), *describe(identity, device.config)):
+            for line in (*_address_lines(addresses, access), *loader.lines, "ready"):
                 print(line, flush=True)
 
         return await serve(
-            service,
-            _doors(args, access, service),
+            routes,
+            _doors(args, access, routes),
+            loading=loader,
             drain_seconds=args.drain_seconds,
+            on_open=on_open,
             announce=announce,
         )
 
-    return asyncio.run(main())
+    status = asyncio.run(main())
+    if loader.running:
+        _leave_at_once(status)
+    return status
 
 
-def _doors(args: argparse.Namespace, access: Access, service: Service) -> list[Door]:
+def _leave_at_once(status: int) -> None:
+    """End the process over a thread that loads or compiles, which nothing else would interrupt."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _doors(args: argparse.Namespace, access: Access, routes: Routes) -> list[Door]:
     from server.grpc_server import GrpcDoor, GrpcOptions
 
     options = GrpcOptions(host=access.host, port=args.grpc_port, tls=access.tls, tokens=access.tokens)
-    doors: list[Door] = [GrpcDoor(service, options)]
+    doors: list[Door] = [GrpcDoor(routes, options)]
     if args.http_port is not None:
         from server.http_door import HttpDoor
 
         doors.append(
-            HttpDoor(service, host=access.host, port=args.http_port, tls=access.tls, tokens=access.tokens)
+            HttpDoor(
+                routes,
+                host=access.host,
+                port=args.http_port,
+                tls=access.tls,
+                tokens=access.tokens,
+                allow_origins=args.allow_origin,
+            )
         )
     return doors
 
@@ -186,21 +219,6 @@ def _address_lines(addresses: Sequence[str], access: Access) -> list[str]:
     if not access.guarded:
         lines.append(f"{'access':<10}this machine only, as neither --tls-cert nor --tokens is given")
     return lines
-
-
-def describe(identity: ModelIdentity, config: EngineConfig) -> list[str]:
-    """What was chosen for a model, a line for each thing."""
-    cache = config.cache
-    pages = " + ".join(str(count - 1) for count in cache.num_pages)
-    decode, chunk = (" ".join(map(str, rungs)) for rungs in (config.decode_rows, config.chunk_rows))
-    return [
-        f"{'model':<10}{identity.name} ({identity.family}, {identity.fingerprint})",
-        f"{'device':<10}{identity.device}",
-        f"{'precision':<10}{identity.precision}, KV pool in {identity.kv_format}",
-        f"{'pages':<10}{pages} of {cache.page_size} tokens, for {config.num_slots} sequences of up to "
-        f"{config.max_model_len} tokens",
-        f"{'ladder':<10}decode {decode}, chunk {chunk}",
-    ]
 
 
 def _port(text: str) -> int:

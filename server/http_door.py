@@ -6,11 +6,12 @@ import asyncio
 import contextlib
 import socket
 import ssl
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import uvicorn
 
-from server.core import Service
+from server.core import Routes
+from server.core.ports import listen
 from server.core.tls import TlsFiles
 from server.http.app import build_app
 from server.http.options import HttpOptions
@@ -27,24 +28,33 @@ class _Uvicorn(uvicorn.Server):
 
 
 class HttpDoor:
-    """Serves a service over HTTP, in the event loop that starts it."""
+    """Serves a server's routes over HTTP, in the event loop that starts it."""
 
     def __init__(
         self,
-        service: Service,
+        routes: Routes,
         *,
         host: str = "127.0.0.1",
         port: int = 0,
         tls: TlsFiles | None = None,
         tokens: Mapping[str, str] | None = None,
+        allow_origins: Sequence[str] = (),
     ) -> None:
-        """`port` 0 takes a free one; `tokens`: the tenant of each bearer token, None asks nobody for one."""
+        """Prepare a door.
+
+        Args:
+            routes: what is served.
+            host: the address to listen on.
+            port: 0 takes a free one.
+            tls: without it, the door speaks plain HTTP.
+            tokens: the tenant of each bearer token; None asks nobody for one.
+            allow_origins: web origins whose pages may ask; "*" is all.
+        """
         self._host = host
         self._port = port
         self._scheme = "http" if tls is None else "https"
-        config = uvicorn.Config(
-            build_app(service, HttpOptions(tokens=tokens)), log_config=None, access_log=False, lifespan="off"
-        )
+        app = build_app(routes, HttpOptions(tokens=tokens, allow_origins=tuple(allow_origins)))
+        config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off")
         if tls is not None:
             config.ssl_certfile = str(tls.certificate)
             config.ssl_keyfile = str(tls.key)
@@ -56,11 +66,7 @@ class HttpDoor:
 
     async def start(self) -> str:
         """Open the port; return the address. Raises ValueError if the port cannot be had."""
-        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-        try:
-            listener = socket.create_server((self._host, self._port), family=family)
-        except OSError as error:
-            raise ValueError(f"cannot listen on {self._host}:{self._port}: {error}") from error
+        listener = listen(self._host, self._port)
         # asyncio sets this only where it makes the socket itself; without it a short answer waits for the
         # client's delayed acknowledgement, some 40 ms. Accepted connections inherit it.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -72,8 +78,8 @@ class HttpDoor:
         host = f"[{self._host}]" if ":" in self._host else self._host
         return f"{self._scheme}://{host}:{listener.getsockname()[1]}"
 
-    async def leave(self) -> None:
-        """Nothing to announce: `/ready` asks the service."""
+    async def update(self) -> None:
+        """Nothing to announce: `/ready` asks the routes."""
 
     async def stop(self, grace: float) -> None:
         """Close the port; answers that are still open after `grace` seconds are cut off."""

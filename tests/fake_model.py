@@ -41,6 +41,7 @@ class FakeModel:
 
     def __init__(self, engine: type[FakeEngine] = FakeEngine, *, template: str | None = TEMPLATE) -> None:
         self.tokenizer = byte_tokenizer(template)
+        self.sampling_defaults: dict[str, Any] = {}
         self.options: Any = None
         self.device = engine(fake_limits())
         self._engine = engine

@@ -10,9 +10,10 @@ from jaxserve.async_engine import AnswerStream
 from jaxserve.loop import LoopStoppedError
 from jaxserve.outputs import AnswerDelta, RequestOutput
 from server.core.errors import ServiceError, Status, engine_failed
+from server.core.requests import Choice, Receipt
 from server.core.telemetry.watch import StreamWatch
 
-OnEnd = Callable[[RequestOutput | None, ServiceError | None], object]
+OnEnd = Callable[[RequestOutput | None, ServiceError | None], Receipt | None]
 
 
 class Generation:
@@ -28,17 +29,21 @@ class Generation:
         self,
         request_id: str,
         prompt_token_ids: Sequence[int],
+        choice: Choice,
         stream: AnswerStream,
         watch: StreamWatch,
         on_end: OnEnd,
     ) -> None:
-        """`watch` sees every delta; `on_end` is called once: with the output, or with why there is none."""
+        """`watch` sees every delta; `on_end` is called once: with the output, of which it returns the
+        receipt, or with why there is none."""
         self.request_id = request_id
         self.prompt_token_ids = prompt_token_ids
+        self.choice = choice
         self._stream = stream
         self._watch = watch
         self._on_end = on_end
         self._ended = False
+        self._result: tuple[RequestOutput, Receipt] | None = None
         self._failure: ServiceError | None = None
 
     def __aiter__(self) -> Generation:
@@ -69,6 +74,12 @@ class Generation:
             self._pass(delta)
             deltas.append(delta)
         return deltas
+
+    def result(self) -> tuple[RequestOutput, Receipt]:
+        """The finished request, and how it came about. Raises RuntimeError before the end of the stream."""
+        if self._result is None:
+            raise RuntimeError(f"the answer to request {self.request_id!r} has not come to its end")
+        return self._result
 
     def fail(self, error: ServiceError) -> None:
         """Abort the request; whoever reads the stream gets this error next. No effect on an ended one."""
@@ -102,4 +113,6 @@ class Generation:
 
     def _end(self, output: RequestOutput | None, error: ServiceError | None) -> None:
         self._ended = True
-        self._on_end(output, error)
+        receipt = self._on_end(output, error)
+        if output is not None and receipt is not None:
+            self._result = (output, receipt)

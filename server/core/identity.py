@@ -16,7 +16,9 @@ class ModelIdentity:
     """One served model, as far as it does not change while the server runs."""
 
     name: str
-    """What requests call it."""
+    """What requests call it: the name of its route."""
+    model: str
+    """Its own name."""
     path: str
     """Where it was read from."""
     family: str
@@ -33,17 +35,21 @@ class ModelIdentity:
     """The platform that it runs on, such as "cpu"."""
 
 
-def identify(name: str, model: OpenedModel, config: EngineConfig, device: str) -> ModelIdentity:
+def identify(
+    name: str, model_name: str, model: OpenedModel, config: EngineConfig, device: str
+) -> ModelIdentity:
     """The identity of a loaded model.
 
     Args:
         name: what requests call it.
+        model_name: its own name.
         model: its files.
         config: what the engine was compiled for.
         device: the platform that it runs on.
     """
     return ModelIdentity(
         name=name,
+        model=model_name,
         path=str(model.checkpoint.path),
         family=config.model.family,
         fingerprint=model.checkpoint.fingerprint,

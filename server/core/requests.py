@@ -36,8 +36,10 @@ class GenerateRequest:
     """The answer may take whatever the longest sequence leaves, instead of `params.max_tokens`."""
     request_id: str | None = None
     """A name that none of the tenant's open requests has; by default a fresh one."""
+    absent: frozenset[str] = frozenset()
+    """Names of parameters that the client left out: the model's own defaults hold for them, if it has any."""
     model: str | None = None
-    """The model that is to answer; by default the one that is served."""
+    """The route that is to answer; by default the server's first."""
     tenant: str = ""
     """Whose request it is: for the record, and only the same tenant may abort it."""
     deadline: float | None = None
@@ -48,6 +50,8 @@ class GenerateRequest:
     cache_read: bool = False
     cache_write: bool = False
     fallback_route: str = ""
+    """The one other route that may answer if the model's refuses, instead of those that the operator chose;
+    the model's own name accepts no other."""
     trace_parent: str = ""
     """W3C trace context of the caller, for the log and for spans."""
     trace_state: str = ""
@@ -86,18 +90,34 @@ class GenerateRequest:
             raise ServiceError(
                 Status.UNIMPLEMENTED, "this server reuses no prefix: a request can name no cache to use"
             )
-        if self.fallback_route:
-            raise ServiceError(
-                Status.UNIMPLEMENTED,
-                f"fallback route {self.fallback_route!r}: this server has one model and no routes",
-            )
+
+    @property
+    def names_token_ids(self) -> bool:
+        """Whether it means another thing to a model with another tokenizer."""
+        params = self.params
+        named = (params.logit_bias, params.allowed_token_ids, params.bad_token_ids, params.stop_token_ids)
+        return self.token_ids is not None or any(named)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """Which route answers a request, and why that one."""
+
+    route: str
+    reason: str
+    """"requested", "default", or what made another route refuse: "overflow of chat: ..."."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Receipt:
     """How an answer came about: enough to explain it, and with its seed to have it again."""
 
+    route: str
+    """The name that the model goes by here."""
+    route_reason: str
+    """Why this one: see `Choice`."""
     model: str
+    """The model's own name."""
     model_fingerprint: str
     tokenizer_fingerprint: str
     precision: str

@@ -20,8 +20,9 @@ from jaxserve.version import __version__
 from server.core.admission import Admission
 from server.core.errors import ServiceError, Status, engine_failed
 from server.core.generation import Generation
+from server.core.grammars import GrammarChecker, check_grammar
 from server.core.identity import ModelIdentity
-from server.core.requests import GenerateRequest, Receipt, RequestRecord
+from server.core.requests import Choice, GenerateRequest, Receipt, RequestRecord
 from server.core.statistics import RateMeter, Statistics, StatisticsOptions
 from server.core.telemetry.watch import StreamWatch
 
@@ -68,6 +69,8 @@ class Service:
         engine: Engine,
         *,
         max_waiting: int = 1024,
+        sampling_defaults: Mapping[str, Any] | None = None,
+        grammars: GrammarChecker | None = None,
         statistics: StatisticsOptions | None = None,
     ) -> None:
         """Serve a running engine, which stays the caller's to close.
@@ -77,6 +80,8 @@ class Service:
             tokenizer: the one that the engine's loop streams text with.
             engine: runs on its own thread.
             max_waiting: requests that may wait beyond those that the slots hold.
+            sampling_defaults: the model's own values of parameters that a request leaves out, by name.
+            grammars: those that the engine can hold an answer to; None for none.
             statistics: what is promised and counted; by default nothing is promised.
         """
         self.identity = identity
@@ -86,6 +91,8 @@ class Service:
         self.observers: list[Callable[[RequestRecord], object]] = []
         """Called with each request when it has ended or was refused; they must not raise."""
         self.started_at = time.monotonic()
+        self.sampling_defaults = dict(sampling_defaults or {})
+        self.grammars = grammars
         self._admission = Admission(engine.limits.num_slots, max_waiting)
         self._meter = RateMeter()
         # A longer text is refused before time is spent on encoding it.
@@ -108,16 +115,19 @@ class Service:
         """Whether a new request can be answered."""
         return not self._draining and self.engine.failure is None
 
-    async def generate(self, request: GenerateRequest) -> Generation:
-        """Admit a request and return the stream of its deltas.
+    async def generate(self, request: GenerateRequest, route_reason: str = "requested") -> Generation:
+        """Admit a request, whatever model it names, and return the stream of its deltas.
 
-        Raises ServiceError: INVALID_ARGUMENT for what could never be served, NOT_FOUND for another model,
-        RESOURCE_EXHAUSTED when too much waits, UNAVAILABLE while draining, UNIMPLEMENTED for what this
-        server does not have, INTERNAL after a failure of the engine.
+        `route_reason`: why it comes here, for the receipt.
+
+        Raises ServiceError: INVALID_ARGUMENT for what could never be served, RESOURCE_EXHAUSTED when too
+        much waits, UNAVAILABLE while draining, UNIMPLEMENTED for what this server does not have, INTERNAL
+        after a failure of the engine.
         """
         arrival = time.monotonic()
+        choice = Choice(route=self.identity.name, reason=route_reason)
         try:
-            return await self._admit(request, arrival)
+            return await self._admit(request, choice, arrival)
         except ServiceError as error:
             self._report(_refusal(request, arrival, error))
             raise
@@ -176,11 +186,12 @@ class Service:
                 )
         return self.tokenizer.decode(token_ids, skip_special_tokens)
 
-    def receipt(self, output: RequestOutput, params: SamplingParams) -> Receipt:
-        """How a finished answer came about."""
+    def _receipt(self, output: RequestOutput, params: SamplingParams, choice: Choice) -> Receipt:
         identity = self.identity
         return Receipt(
-            model=identity.name,
+            route=choice.route,
+            route_reason=choice.reason,
+            model=identity.model,
             model_fingerprint=identity.fingerprint,
             tokenizer_fingerprint=identity.tokenizer_fingerprint,
             precision=identity.precision,
@@ -208,13 +219,6 @@ class Service:
             tokens_per_second=self._meter.read(snapshot.num_sampled),
         )
 
-    def check_model(self, model: str | None) -> None:
-        """Raise ServiceError, NOT_FOUND, unless this is the served model's name, or none."""
-        if model and model != self.identity.name:
-            raise ServiceError(
-                Status.NOT_FOUND, f"model {model!r} is not served here; {self.identity.name!r} is"
-            )
-
     def start_draining(self) -> None:
         """From now on new requests are refused as UNAVAILABLE."""
         self._draining = True
@@ -224,9 +228,11 @@ class Service:
         UNAVAILABLE. Returns whether all had ended by themselves."""
         self.start_draining()
         limit = time.monotonic() + seconds
-        while self._open and time.monotonic() < limit:
+        while self._open and self.engine.failure is None and time.monotonic() < limit:
             # Polled, as a stream may also end by being dropped, which the collector sees on any thread.
             await asyncio.sleep(_DRAIN_POLL)
+        if self.engine.failure is not None:  # Its streams end by themselves, as INTERNAL.
+            return False
         left = list(self._open.values())
         for generation in left:
             generation.fail(
@@ -234,33 +240,35 @@ class Service:
             )
         return not left
 
-    async def _admit(self, request: GenerateRequest, arrival: float) -> Generation:
+    async def _admit(self, request: GenerateRequest, choice: Choice, arrival: float) -> Generation:
         self._check_open()
         request.check()
-        self.check_model(request.model)
         self._admission.admit(self.engine.num_open)
+        await check_grammar(self.grammars, request.params.grammar)
         token_ids = await self._encode(request)
         self._check_open()  # Encoding may have taken a while.
         request_id = request.request_id or f"generate-{next(self._numbers)}"
         name = _scoped(request.tenant, request_id)
         try:
-            params = self._params(request, len(token_ids))
-            stream = self.engine.submit(token_ids, params, name, prompt=request.text)
+            request = replace(request, params=self._params(request, len(token_ids)))
+            stream = self.engine.submit(token_ids, request.params, name, prompt=request.text)
         except ValueError as error:
             raise ServiceError(Status.INVALID_ARGUMENT, str(error)) from error
         except LoopStoppedError as error:
             raise engine_failed() from error
-        watch = self.statistics.watch(arrival, params.n)
+        watch = self.statistics.watch(arrival, request.params.n)
         timers: list[asyncio.TimerHandle] = []
 
-        def on_end(output: RequestOutput | None, error: ServiceError | None) -> None:
+        def on_end(output: RequestOutput | None, error: ServiceError | None) -> Receipt | None:
             for timer in timers:
                 timer.cancel()
             self._open.pop(name, None)
             self._admission.mark_end()
-            self._report(self._record(request, request_id, len(token_ids), watch, output, error))
+            receipt = None if output is None else self._receipt(output, request.params, choice)
+            self._report(_record(request, request_id, len(token_ids), watch, output, error, receipt))
+            return receipt
 
-        generation = Generation(request_id, token_ids, stream, watch, on_end)
+        generation = Generation(request_id, token_ids, choice, stream, watch, on_end)
         self._open[name] = generation
         if request.deadline is not None:
             remaining = request.deadline - (time.monotonic() - arrival)
@@ -284,39 +292,42 @@ class Service:
 
     def _params(self, request: GenerateRequest, num_prompt: int) -> SamplingParams:
         """The parameters in force. Raises ValueError where what the prompt leaves is out of their range."""
-        if not request.until_full:
-            return request.params
-        room = _longest_sequence(self.limits) - num_prompt
-        # A prompt that leaves no room is refused by the engine, which names the limit.
-        return replace(request.params, max_tokens=max(room, request.params.min_tokens, 1))
-
-    def _record(
-        self,
-        request: GenerateRequest,
-        request_id: str,
-        num_prompt_tokens: int,
-        watch: StreamWatch,
-        output: RequestOutput | None,
-        error: ServiceError | None,
-    ) -> RequestRecord:
-        return RequestRecord(
-            request=request,
-            request_id=request_id,
-            admitted=True,
-            arrival_time=watch.arrival_time,
-            first_token_time=watch.first_token_time,
-            end_time=time.monotonic(),
-            num_prompt_tokens=num_prompt_tokens,
-            num_streamed=watch.num_tokens,
-            output=output,
-            error=error,
-            receipt=None if output is None else self.receipt(output, request.params),
-        )
+        names = request.absent & self.sampling_defaults.keys()
+        chosen = {name: self.sampling_defaults[name] for name in names}
+        if request.until_full and "max_tokens" not in chosen:
+            room = _longest_sequence(self.limits) - num_prompt
+            # A prompt that leaves no room is refused by the engine, which names the limit.
+            chosen["max_tokens"] = max(room, request.params.min_tokens, 1)
+        return replace(request.params, **chosen) if chosen else request.params
 
     def _report(self, record: RequestRecord) -> None:
         self.statistics.count(record)
         for observe in self.observers:
             observe(record)
+
+
+def _record(
+    request: GenerateRequest,
+    request_id: str,
+    num_prompt_tokens: int,
+    watch: StreamWatch,
+    output: RequestOutput | None,
+    error: ServiceError | None,
+    receipt: Receipt | None,
+) -> RequestRecord:
+    return RequestRecord(
+        request=request,
+        request_id=request_id,
+        admitted=True,
+        arrival_time=watch.arrival_time,
+        first_token_time=watch.first_token_time,
+        end_time=time.monotonic(),
+        num_prompt_tokens=num_prompt_tokens,
+        num_streamed=watch.num_tokens,
+        output=output,
+        error=error,
+        receipt=receipt,
+    )
 
 
 def _refusal(request: GenerateRequest, arrival: float, error: ServiceError) -> RequestRecord:

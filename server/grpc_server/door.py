@@ -11,7 +11,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from smg_grpc_proto.generated import vllm_engine_pb2, vllm_engine_pb2_grpc
 
-from server.core import Service
+from server.core import Routes, RouteState
+from server.core.ports import check_free
 from server.core.tenants import Tenants
 from server.core.tls import TlsFiles
 from server.grpc_server.guard import TokenGuard
@@ -52,27 +53,33 @@ class GrpcOptions:
 
 
 class GrpcDoor:
-    """Serves a service over gRPC, in the event loop that starts it."""
+    """Serves a server's routes over gRPC, in the event loop that starts it.
 
-    def __init__(self, service: Service, options: GrpcOptions) -> None:
+    Its health is "" for the process, which lives, and for each service whether every route is ready; for
+    "jaxserve.v1.Engine/NAME" whether one is.
+    """
+
+    def __init__(self, routes: Routes, options: GrpcOptions) -> None:
+        self._routes = routes
         self._options = options
         self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
         tenants = Tenants(options.tokens)
         guards = [DecodeGuard()] if options.tokens is None else [TokenGuard(tenants), DecodeGuard()]
         self._server = grpc.aio.server(interceptors=guards, options=_OPTIONS)
-        engine_pb2_grpc.add_EngineServicer_to_server(NativeServicer(service, tenants), self._server)
-        vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(VllmServicer(service, tenants), self._server)
+        engine_pb2_grpc.add_EngineServicer_to_server(NativeServicer(routes, tenants), self._server)
+        vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(VllmServicer(routes, tenants), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (NATIVE_SERVICE, VLLM_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
 
     async def start(self) -> str:
-        """Open the port and say that every service is ready; return the address.
+        """Open the port; return the address.
 
         Raises ValueError if the port cannot be had or the certificates cannot be used, OSError for a
         certificate file that cannot be read.
         """
         host, port, tls = self._options.host, self._options.port, self._options.tls
+        check_free(host, port)
         host = f"[{host}]" if ":" in host else host
         try:
             if tls is None:
@@ -82,18 +89,25 @@ class GrpcDoor:
         except RuntimeError as error:
             raise ValueError(f"cannot listen on {host}:{port}: {error}") from error
         await self._server.start()
-        for name in ("", NATIVE_SERVICE, VLLM_SERVICE):
-            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+        await self._set_health("", True)
+        await self.update()
         return f"{host}:{bound}"
 
-    async def leave(self) -> None:
-        """Say that no service is ready any more; the process lives on, so "" still serves."""
+    async def update(self) -> None:
+        """Tell who asks for health how the routes stand now."""
         for name in (NATIVE_SERVICE, VLLM_SERVICE):
-            await self._health.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
+            await self._set_health(name, self._routes.ready)
+        for route in self._routes.names:
+            ready = self._routes.state(route) is RouteState.READY
+            await self._set_health(f"{NATIVE_SERVICE}/{route}", ready)
 
     async def stop(self, grace: float) -> None:
         """Close the port; calls that are still open after `grace` seconds are cut off."""
         await self._server.stop(grace)
+
+    async def _set_health(self, name: str, serving: bool) -> None:
+        states = health_pb2.HealthCheckResponse
+        await self._health.set(name, states.SERVING if serving else states.NOT_SERVING)
 
 
 def _credentials(tls: TlsFiles) -> grpc.ServerCredentials:

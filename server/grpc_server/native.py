@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import nullcontext
 
 import grpc.aio
 
 from jaxserve.version import __version__
-from server.core import GenerateRequest, Service, ServiceError, Status
+from server.core import GenerateRequest, Routes, ServiceError, Status
 from server.core.tenants import Tenants
 from server.grpc_server.caller import Caller, identify_caller
 from server.grpc_server.native_messages import (
@@ -29,23 +30,19 @@ _Context = grpc.aio.ServicerContext
 class NativeServicer(engine_pb2_grpc.EngineServicer):
     """See engine.proto for what each call promises."""
 
-    def __init__(self, service: Service, tenants: Tenants) -> None:
-        self._service = service
+    def __init__(self, routes: Routes, tenants: Tenants) -> None:
+        self._routes = routes
         self._tenants = tenants
 
     @reports_errors
     async def Generate(self, request: pb.GenerateRequest, context: _Context) -> None:
         caller = self._caller(context, request.tenant)
         asked = read_request(request, caller)
-        async with await self._service.generate(asked) as generation:
-            output = None
+        async with await self._routes.generate(asked) as generation:
             while batch := await generation.next_batch():
                 for response in write_deltas(batch):
                     await context.write(response)
-                output = batch[-1].output
-        assert output is not None, "a stream without an error ends with the output"
-        receipt = self._service.receipt(output, asked.params)
-        final = write_final(generation.request_id, output, receipt)
+        final = write_final(generation.request_id, *generation.result())
         await context.write(pb.GenerateResponse(final=final))
 
     @reports_errors
@@ -53,10 +50,13 @@ class NativeServicer(engine_pb2_grpc.EngineServicer):
         if not request.requests:
             raise ServiceError(Status.INVALID_ARGUMENT, "the batch has no request")
         # As many at once as can run: the rest waits here, where it takes nobody's place in the queue.
-        permits = asyncio.Semaphore(self._service.limits.num_slots)
+        permits = {
+            service.identity.name: asyncio.Semaphore(service.limits.num_slots)
+            for service in self._routes.services
+        }
 
         async def answer(index: int, message: pb.GenerateRequest) -> pb.GenerateBatchResponse:
-            async with permits:
+            async with permits.get(message.model or self._routes.default, nullcontext()):
                 return await self._answer(index, message, context)
 
         tasks = [asyncio.create_task(answer(*item)) for item in enumerate(request.requests)]
@@ -89,52 +89,46 @@ class NativeServicer(engine_pb2_grpc.EngineServicer):
             )
 
     async def _answer_whole(self, asked: GenerateRequest) -> pb.BatchAnswer:
-        async with await self._service.generate(asked) as generation:
-            output = None
-            async for delta in generation:
-                output = delta.output
-        assert output is not None, "a stream without an error ends with the output"
-        receipt = self._service.receipt(output, asked.params)
-        return pb.BatchAnswer(
-            samples=write_samples(output), final=write_final(generation.request_id, output, receipt)
-        )
+        async with await self._routes.generate(asked) as generation:
+            while await generation.next_batch():
+                pass
+        output, receipt = generation.result()
+        final = write_final(generation.request_id, output, receipt)
+        return pb.BatchAnswer(samples=write_samples(output), final=final)
 
     @reports_errors
     async def Tokenize(self, request: pb.TokenizeRequest, context: _Context) -> pb.TokenizeResponse:
-        self._service.check_model(request.model)
+        service = self._routes.service(request.model)
         kind = request.WhichOneof("input")
         if kind is None:
             raise ServiceError(Status.INVALID_ARGUMENT, "there is neither text nor conversation to tokenize")
         if kind == "conversation":
-            ids = await self._service.tokenize_messages(
+            ids = await service.tokenize_messages(
                 read_messages(request.conversation), read_variables(request.conversation)
             )
         else:
             special = request.add_special_tokens if request.HasField("add_special_tokens") else True
-            ids = await self._service.tokenize(request.text, add_special_tokens=special)
-        return pb.TokenizeResponse(token_ids=ids, max_model_len=self._service.limits.max_model_len)
+            ids = await service.tokenize(request.text, add_special_tokens=special)
+        return pb.TokenizeResponse(token_ids=ids, max_model_len=service.limits.max_model_len)
 
     @reports_errors
     async def Detokenize(self, request: pb.DetokenizeRequest, context: _Context) -> pb.DetokenizeResponse:
-        self._service.check_model(request.model)
+        service = self._routes.service(request.model)
         skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
-        return pb.DetokenizeResponse(
-            text=self._service.detokenize(request.token_ids, skip_special_tokens=skip)
-        )
+        return pb.DetokenizeResponse(text=service.detokenize(request.token_ids, skip_special_tokens=skip))
 
     @reports_errors
     async def Abort(self, request: pb.AbortRequest, context: _Context) -> pb.AbortResponse:
         tenant = self._caller(context, request.tenant).tenant
         ids = dict.fromkeys(request.request_ids)
-        return pb.AbortResponse(aborted=[name for name in ids if self._service.abort(name, tenant)])
+        return pb.AbortResponse(aborted=[name for name in ids if self._routes.abort(name, tenant)])
 
     @reports_errors
     async def GetModelInfo(
         self, request: pb.GetModelInfoRequest, context: _Context
     ) -> pb.GetModelInfoResponse:
-        self._service.check_model(request.model)
-        identity, limits = self._service.identity, self._service.limits
-        tokenizer = self._service.tokenizer
+        service = self._routes.service(request.model)
+        identity, limits, tokenizer = service.identity, service.limits, service.tokenizer
         return pb.GetModelInfoResponse(
             model=identity.name,
             path=identity.path,
@@ -154,8 +148,19 @@ class NativeServicer(engine_pb2_grpc.EngineServicer):
         )
 
     @reports_errors
+    async def ListModels(self, request: pb.ListModelsRequest, context: _Context) -> pb.ListModelsResponse:
+        routes = self._routes
+        return pb.ListModelsResponse(
+            models=[
+                pb.ServedModel(name=name, state=routes.state(name).value, fallback=routes.fallback(name))
+                for name in routes.names
+            ]
+        )
+
+    @reports_errors
     async def GetLoad(self, request: pb.GetLoadRequest, context: _Context) -> pb.GetLoadResponse:
-        load = self._service.load()
+        service = self._routes.service(request.model)
+        load = service.load()
         return pb.GetLoadResponse(
             running=load.num_running,
             waiting=load.num_waiting,
@@ -165,14 +170,15 @@ class NativeServicer(engine_pb2_grpc.EngineServicer):
             page_size=load.page_size,
             kv_usage=load.kv_usage,
             tokens_per_second=load.tokens_per_second,
-            draining=self._service.draining,
+            draining=service.draining,
         )
 
     @reports_errors
     async def GetStats(self, request: pb.GetStatsRequest, context: _Context) -> pb.GetStatsResponse:
-        statistics = self._service.statistics
+        service = self._routes.service(request.model)
+        statistics = service.statistics
         return pb.GetStatsResponse(
-            uptime_seconds=time.monotonic() - self._service.started_at,
+            uptime_seconds=time.monotonic() - service.started_at,
             admitted=statistics.num_admitted,
             refused={status.value: count for status, count in statistics.num_refused.items()},
             finished=statistics.num_finished,
@@ -180,7 +186,7 @@ class NativeServicer(engine_pb2_grpc.EngineServicer):
             prompt_tokens=statistics.num_prompt_tokens,
             completion_tokens=statistics.num_completion_tokens,
             preemptions=statistics.num_preemptions,
-            steps=self._service.engine.snapshot().num_steps,
+            steps=service.engine.snapshot().num_steps,
         )
 
     @reports_errors

@@ -10,6 +10,7 @@ from google.protobuf.json_format import MessageToDict
 
 from jaxserve.outputs import AnswerDelta, CompletionOutput, RequestOutput, TokenLogprobs
 from jaxserve.plan import SamplingParams
+from jaxserve.weights.generation_config import SAMPLING_DEFAULTS
 from server.core import GenerateRequest, Receipt, ServiceError, Status
 from server.grpc_server.caller import Caller
 from server.proto.jaxserve.v1 import engine_pb2 as pb
@@ -33,6 +34,7 @@ def read_request(message: pb.GenerateRequest, caller: Caller) -> GenerateRequest
         template_variables={} if conversation is None else read_variables(conversation),
         add_special_tokens=message.add_special_tokens if message.HasField("add_special_tokens") else True,
         params=read_params(message.params),
+        absent=SAMPLING_DEFAULTS - {field.name for field, _ in message.params.ListFields()},
         request_id=message.request_id or None,
         model=message.model or None,
         tenant=caller.tenant,

@@ -14,7 +14,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
 from jaxserve.version import __version__
-from server.core import GenerateRequest, Service, ServiceError, Status
+from server.core import GenerateRequest, Routes, RouteState, Service, ServiceError, Status
 from server.core.tenants import Tenants
 from server.grpc_server.caller import identify_caller
 from server.grpc_server.status import reports_errors
@@ -25,10 +25,13 @@ _Context = grpc.aio.ServicerContext
 
 
 class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
-    """What is of vLLM alone, or not there yet, is UNIMPLEMENTED with a sentence."""
+    """The protocol has no word for a model: it speaks of the first route, which answers.
 
-    def __init__(self, service: Service, tenants: Tenants) -> None:
-        self._service = service
+    What is of vLLM alone, or not there yet, is UNIMPLEMENTED with a sentence.
+    """
+
+    def __init__(self, routes: Routes, tenants: Tenants) -> None:
+        self._routes = routes
         self._tenants = tenants
         self._last_request = 0.0
 
@@ -36,16 +39,14 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def Generate(self, request: pb.GenerateRequest, context: _Context) -> None:
         self._last_request = time.time()
         asked = await self._truncated(read_request(request, identify_caller(context, self._tenants)), request)
-        async with await self._service.generate(asked) as generation:
+        async with await self._routes.generate(asked) as generation:
             prompt_ids = generation.prompt_token_ids
             writer = ResponseWriter(asked.params, len(prompt_ids))
-            output = None
             while batch := await generation.next_batch():
                 if request.stream:
                     for response in writer.chunks(batch, prompt_ids):
                         await context.write(response)
-                output = batch[-1].output
-        assert output is not None, "a stream without an error ends with the output"
+        output, _ = generation.result()
         for response in writer.completes(output):
             await context.write(response)
 
@@ -63,15 +64,18 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def Abort(self, request: pb.AbortRequest, context: _Context) -> pb.AbortResponse:
         tenant = identify_caller(context, self._tenants).tenant
         for request_id in request.request_ids:
-            self._service.abort(request_id, tenant)
+            self._routes.abort(request_id, tenant)
         return pb.AbortResponse()
 
     @reports_errors
     async def HealthCheck(self, request: pb.HealthCheckRequest, context: _Context) -> pb.HealthCheckResponse:
-        if self._service.ready:
-            return pb.HealthCheckResponse(healthy=True, message="ready")
-        message = "draining" if self._service.draining else "the engine has failed"
-        return pb.HealthCheckResponse(healthy=False, message=message)
+        state = self._routes.state(self._routes.default)
+        return pb.HealthCheckResponse(healthy=state is RouteState.READY, message=state.value)
+
+    @property
+    def _service(self) -> Service:
+        """Raises ServiceError, UNAVAILABLE, while it loads."""
+        return self._routes.service()
 
     @reports_errors
     async def GetModelInfo(

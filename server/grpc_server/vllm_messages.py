@@ -12,6 +12,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
 from jaxserve.outputs import AnswerDelta, CompletionOutput, Logprob, RequestOutput, TokenLogprobs
 from jaxserve.plan import SamplingParams
+from jaxserve.weights.generation_config import SAMPLING_DEFAULTS
 from server.core import GenerateRequest, ServiceError, Status
 from server.grpc_server.caller import Caller
 
@@ -48,6 +49,7 @@ def read_request(message: pb.GenerateRequest, caller: Caller) -> GenerateRequest
         text=message.text if kind == "text" else (tokenized.original_text or None) if tokenized else None,
         token_ids=None if tokenized is None else list(tokenized.input_ids),
         params=read_params(message.sampling_params),
+        absent=SAMPLING_DEFAULTS - {field.name for field, _ in message.sampling_params.ListFields()},
         until_full=not message.sampling_params.HasField("max_tokens"),
         request_id=message.request_id or None,
         tenant=caller.tenant,

@@ -7,8 +7,10 @@ import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
+from urllib.parse import quote
 
 from jaxserve.outputs import AnswerDelta, RequestOutput, TokenLogprobs
+from server.core import Choice
 
 Json = dict[str, Any]
 
@@ -22,12 +24,19 @@ class Identity:
     created: int = field(default_factory=lambda: int(time.time()))
     """Unix seconds."""
 
-    @classmethod
-    def new(cls, prefix: str, model: str) -> Identity:
-        return cls(f"{prefix}-{uuid.uuid4().hex}", model)
-
     def head(self, kind: str) -> Json:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+
+def new_name(prefix: str) -> str:
+    """A name for an answer, which no other has."""
+    return f"{prefix}-{uuid.uuid4().hex}"
+
+
+def route_headers(choice: Choice) -> dict[str, str]:
+    """Which model answers and why, as headers: of a receipt, what a client may want before the end."""
+    reason = choice.reason.encode("ascii", "replace").decode()
+    return {"x-jaxserve-route": quote(choice.route, safe="/:"), "x-jaxserve-route-reason": reason}
 
 
 class AnswerFormat(Protocol):

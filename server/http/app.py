@@ -7,11 +7,12 @@ import logging
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from server.core import Service, ServiceError
+from server.core import Routes, ServiceError
 from server.core.tenants import Tenants
 from server.http.caller import BearerAuth
 from server.http.endpoints import Endpoints
@@ -21,16 +22,17 @@ from server.http.options import HttpOptions
 _log = logging.getLogger("jaxserve.server")
 
 
-def build_app(service: Service, options: HttpOptions | None = None) -> Starlette:
-    """The application for one service, to be run in the service's event loop.
+def build_app(routes: Routes, options: HttpOptions | None = None) -> Starlette:
+    """The application for a server's routes, to be run in their services' event loop.
 
     Answers /v1/chat/completions, /v1/completions, /v1/models, /tokenize, /detokenize, /health, /ready and
     /metrics. What goes wrong has the shape of OpenAI's errors, and no traceback ever leaves.
     """
     options = options or HttpOptions()
-    at = Endpoints(service, options)
+    at = Endpoints(routes, options)
     return Starlette(
         routes=[
+            Route("/", at.root),
             Route("/v1/chat/completions", at.chat, methods=["POST"]),
             Route("/v1/completions", at.completions, methods=["POST"]),
             Route("/v1/models", at.models),
@@ -39,9 +41,10 @@ def build_app(service: Service, options: HttpOptions | None = None) -> Starlette
             Route("/detokenize", at.detokenize, methods=["POST"]),
             Route("/health", at.health),
             Route("/ready", at.ready),
+            Route("/ready/{name:path}", at.ready),
             Route("/metrics", at.metrics),
         ],
-        middleware=[Middleware(BearerAuth, tenants=Tenants(options.tokens))],
+        middleware=_middleware(options),
         exception_handlers={
             ApiError: _api_error,
             ServiceError: _service_error,
@@ -50,6 +53,21 @@ def build_app(service: Service, options: HttpOptions | None = None) -> Starlette
             Exception: _unforeseen,
         },
     )
+
+
+def _middleware(options: HttpOptions) -> list[Middleware]:
+    """The outermost first: a browser asks whether it may, before it shows a token."""
+    auth = Middleware(BearerAuth, tenants=Tenants(options.tokens))
+    if not options.allow_origins:
+        return [auth]
+    cors = Middleware(
+        CORSMiddleware,
+        allow_origins=list(options.allow_origins),
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+        expose_headers=["x-request-id", "x-jaxserve-route", "x-jaxserve-route-reason", "retry-after"],
+    )
+    return [cors, auth]
 
 
 def _respond(error: ApiError) -> Response:

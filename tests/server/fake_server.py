@@ -7,7 +7,7 @@ import sys
 
 from jaxserve.async_engine import Engine
 from jaxserve.opened_model import make_loop
-from server.core import Service
+from server.core import Routes, Service
 from server.grpc_server import GrpcDoor, GrpcOptions
 from server.http_door import HttpDoor
 from server.process import serve
@@ -18,9 +18,10 @@ from tests.server.harness import IDENTITY, TOKENIZER, SlowEngine
 async def main(fail_at: int | None, drain_seconds: float) -> int:
     engine = Engine(make_loop(SlowEngine(fake_limits(), fail_at=fail_at), TOKENIZER))
     service = Service(IDENTITY, TOKENIZER, engine)
+    routes = Routes.of(service)
     return await serve(
-        service,
-        [GrpcDoor(service, GrpcOptions()), HttpDoor(service)],
+        routes,
+        [GrpcDoor(routes, GrpcOptions()), HttpDoor(routes)],
         drain_seconds=drain_seconds,
         announce=lambda addresses: print(*addresses, flush=True),
     )

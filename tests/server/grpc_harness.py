@@ -13,7 +13,7 @@ import pytest
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
 from jaxserve.loop import HostLoop
-from server.core import Service
+from server.core import Routes, Service
 from server.core.tls import TlsFiles
 from server.grpc_server import GrpcDoor, GrpcOptions
 from server.proto.jaxserve.v1 import engine_pb2_grpc
@@ -51,7 +51,7 @@ async def grpc_serving(
 ) -> AsyncIterator[Served]:
     """Serve on a free port of the loopback; afterwards every page and slot must be free."""
     async with serving(device, max_waiting=max_waiting) as (service, loop):
-        door = GrpcDoor(service, GrpcOptions(tls=tls, tokens=tokens))
+        door = GrpcDoor(Routes.of(service), GrpcOptions(tls=tls, tokens=tokens))
         address = await door.start()
         if channel_credentials is None:
             channel = grpc.aio.insecure_channel(address)

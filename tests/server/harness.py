@@ -19,6 +19,7 @@ from tests.fake_model import byte_tokenizer, fake_limits
 TOKENIZER = byte_tokenizer()
 IDENTITY = ModelIdentity(
     name="fake",
+    model="fake",
     path="/models/fake",
     family="fake",
     fingerprint="f" * 32,

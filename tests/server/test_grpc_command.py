@@ -15,10 +15,11 @@ import pytest
 from smg_grpc_proto.generated import vllm_engine_pb2, vllm_engine_pb2_grpc
 
 from jaxserve.plan import SamplingParams
-from server.command import SERVE, Access, model_name, read_access
+from server.command import SERVE, Access, read_access
 from server.core.tls import TlsFiles
 from server.proto.jaxserve.v1 import engine_pb2 as pb
 from server.proto.jaxserve.v1 import engine_pb2_grpc
+from server.route_arguments import model_name
 
 ROOT = Path(__file__).resolve().parents[2]
 TLS = TlsFiles(certificate=Path("c"), key=Path("k"))
@@ -130,7 +131,7 @@ def test_a_real_model_answers_alike_at_every_door(shared_data: Path) -> None:
         )
         assert process.stdout is not None
         try:
-            lines = [(await process.stdout.readline()).decode().rstrip() for _ in range(8)]
+            lines = [(await process.stdout.readline()).decode().rstrip() for _ in range(11)]
             found = await answers(lines[0].split()[1], lines[1].split()[1])
             process.send_signal(signal.SIGTERM)
             assert await process.wait() == 0
@@ -151,7 +152,10 @@ def test_a_real_model_answers_alike_at_every_door(shared_data: Path) -> None:
         "device",
         "precision",
         "pages",
+        "slots",
         "ladder",
+        "sampling",
+        "ready",
     ]
     with LLM(str(model), num_slots=2, max_chunk=16) as llm:
         (output,) = llm.generate(prompt, SamplingParams(temperature=0.8, seed=7, max_tokens=count))

@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from smg_grpc_proto.generated import vllm_engine_pb2
 
-from server.core import ServiceError
+from server.core import Routes, ServiceError
 from server.core.tenants import Tenants, read_tokens
 from server.core.tls import TlsFiles
 from server.grpc_server import GrpcDoor, GrpcOptions
@@ -53,7 +53,8 @@ def test_a_server_that_drains_is_alive_and_not_ready() -> None:
             ] * 3
             call = served.native.Generate(LONG)
             await call.read()
-            await served.door.leave()
+            served.service.start_draining()
+            await served.door.update()
             drain = asyncio.create_task(served.service.drain(10.0))
             await asyncio.sleep(0)
             assert await health(served, "") == SERVING
@@ -198,7 +199,7 @@ def test_a_port_that_is_taken_is_an_error_in_words() -> None:
     async def main() -> None:
         async with grpc_serving() as served:
             port = int(served.address.rpartition(":")[2])
-            second = GrpcDoor(served.service, GrpcOptions(port=port))
+            second = GrpcDoor(Routes.of(served.service), GrpcOptions(port=port))
             with pytest.raises(ValueError, match=f"cannot listen on 127.0.0.1:{port}"):
                 await second.start()
             await second.stop(0)
@@ -223,7 +224,7 @@ def test_messages_of_many_megabytes_reach_the_service() -> None:
 def test_stopping_cuts_off_what_is_open() -> None:
     async def main() -> None:
         async with serving() as (service, _):
-            door = GrpcDoor(service, GrpcOptions())
+            door = GrpcDoor(Routes.of(service), GrpcOptions())
             address = await door.start()
             async with grpc.aio.insecure_channel(address) as channel:
                 call = engine_pb2_grpc.EngineStub(channel).Generate(LONG)

@@ -197,7 +197,7 @@ def test_a_stop_string_is_named() -> None:
         (request(deadline_seconds=-1.0), "DEADLINE_EXCEEDED", "passed"),
         (request(cache=pb.CacheOptions(namespace="n")), "UNIMPLEMENTED", "prefix"),
         (request(cache=pb.CacheOptions(read=True)), "UNIMPLEMENTED", "prefix"),
-        (request(fallback_route="x"), "UNIMPLEMENTED", "route"),
+        (request(fallback_route="x"), "NOT_FOUND", "'x'"),
     ],
 )
 def test_refusals_have_a_status_and_a_sentence(message: pb.GenerateRequest, code: str, words: str) -> None:
@@ -358,10 +358,10 @@ def test_model_load_and_statistics() -> None:
             assert not load.draining
             call.cancel()
             assert [r async for r in native.Generate(request())]
-            await failure(native.Generate(request(model="other")))
+            await failure(native.Generate(request(priority_class="other")))
             stats = await native.GetStats(pb.GetStatsRequest())
             assert dict(stats.finished) == {"length": 1}
-            assert dict(stats.refused) == {"not_found": 1}
+            assert dict(stats.refused) == {"invalid_argument": 1}
             assert dict(stats.failed) == {"cancelled": 1}
             assert (stats.admitted, stats.prompt_tokens, stats.completion_tokens) == (2, 6, 12)
             assert stats.steps > 10

@@ -86,7 +86,6 @@ def test_the_three_kinds_of_prompt() -> None:
         ({"text": "x" * 500}, Status.INVALID_ARGUMENT, "127"),
         ({"text": None, "messages": [{"content": "no role"}]}, Status.INVALID_ARGUMENT, "role"),
         ({"params": replace(GREEDY, logprobs=9)}, Status.INVALID_ARGUMENT, "limit"),
-        ({"model": "other"}, Status.NOT_FOUND, "'other'"),
         ({"deadline": 0.0}, Status.DEADLINE_EXCEEDED, "passed"),
         ({"deadline": float("nan")}, Status.INVALID_ARGUMENT, "deadline"),
         ({"request_id": "x" * 257}, Status.INVALID_ARGUMENT, "256"),
@@ -95,7 +94,6 @@ def test_the_three_kinds_of_prompt() -> None:
         ({"cache_namespace": "mine"}, Status.UNIMPLEMENTED, "prefix"),
         ({"cache_read": True}, Status.UNIMPLEMENTED, "prefix"),
         ({"cache_write": True}, Status.UNIMPLEMENTED, "prefix"),
-        ({"fallback_route": "small"}, Status.UNIMPLEMENTED, "'small'"),
     ],
 )
 def test_what_cannot_be_served_is_refused_with_a_sentence(

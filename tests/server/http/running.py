@@ -3,31 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager
 
 import uvicorn
 
 from jaxserve.loop import HostLoop
-from server.core import Service
+from server.core import Routes, Service
 from server.http.app import build_app
 from server.http.options import HttpOptions
 from tests.fake_engine import FakeEngine
 from tests.server.harness import serving
 
+OpenService = Callable[[], AbstractAsyncContextManager[tuple[Service, HostLoop]]]
 _PATIENCE = 10.0
 
 
 class HttpServer:
     """What a test may touch of a running server; the service lives in the server's event loop."""
 
-    def __init__(self, device: FakeEngine | None, options: HttpOptions | None, max_waiting: int) -> None:
-        self._device = device
+    def __init__(self, open_service: OpenService, options: HttpOptions | None) -> None:
+        self._open_service = open_service
         self._options = options
-        self._max_waiting = max_waiting
         self._started = threading.Event()
         self._failure: BaseException | None = None
         self.service: Service
@@ -80,9 +81,9 @@ class HttpServer:
             self._started.set()
 
     async def _serve(self) -> None:
-        async with serving(self._device, max_waiting=self._max_waiting) as (self.service, self.loop):
+        async with self._open_service() as (self.service, self.loop):
             self.event_loop = asyncio.get_running_loop()
-            app = build_app(self.service, self._options)
+            app = build_app(Routes.of(self.service), self._options)
             config = uvicorn.Config(
                 app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1
             )
@@ -108,9 +109,14 @@ def _listen() -> socket.socket:
 
 @contextmanager
 def http_server(
-    device: FakeEngine | None = None, options: HttpOptions | None = None, *, max_waiting: int = 64
+    device: FakeEngine | None = None,
+    options: HttpOptions | None = None,
+    *,
+    max_waiting: int = 64,
+    open_service: OpenService | None = None,
 ) -> Iterator[HttpServer]:
-    server = HttpServer(device, options, max_waiting)
+    """`open_service` instead of a service over `device`."""
+    server = HttpServer(open_service or functools.partial(serving, device, max_waiting=max_waiting), options)
     server.start()
     try:
         yield server

@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("starlette")
 httpx = pytest.importorskip("httpx")
 
+from server.core import Routes  # noqa: E402
 from server.http_door import HttpDoor  # noqa: E402
 from tests.server.harness import serving  # noqa: E402
 
@@ -20,7 +21,7 @@ DELAYED_ACKNOWLEDGEMENT = 0.04
 def test_a_short_answer_does_not_wait_for_an_acknowledgement() -> None:
     async def fastest_answer() -> float:
         async with serving() as (service, _):
-            door = HttpDoor(service)
+            door = HttpDoor(Routes.of(service))
             address = await door.start()
             times = []
             async with httpx.AsyncClient(base_url=address) as client:

@@ -197,13 +197,13 @@ def test_metrics_count_what_was_answered() -> None:
         assert before["vllm:kv_cache_usage_perc", ""] == 0
         for _ in range(2):
             client.post("/v1/completions", json=SHORT).raise_for_status()
-        client.post("/v1/completions", json=SHORT | {"model": "other"})
+        client.post("/v1/completions", json=SHORT | {"prompt": "x" * 500})
         after = metrics(server)
         prompt_tokens = len("one") + 1
         assert after["vllm:request_success_total", "length"] == 2
         assert after["vllm:prompt_tokens_total", ""] == 2 * prompt_tokens
         assert after["vllm:generation_tokens_total", ""] == 2 * 12
-        assert after["jaxserve:request_refused_total", "not_found"] == 1
+        assert after["jaxserve:request_refused_total", "invalid_argument"] == 1
         for name in (
             "vllm:time_to_first_token_seconds",
             "vllm:request_time_per_output_token_seconds",

@@ -209,7 +209,7 @@ class Timings(_message.Message):
     def __init__(self, queue: _Optional[float] = ..., prefill: _Optional[float] = ..., first_token: _Optional[float] = ..., per_token: _Optional[float] = ..., total: _Optional[float] = ...) -> None: ...
 
 class Receipt(_message.Message):
-    __slots__ = ("model", "model_fingerprint", "tokenizer_fingerprint", "precision", "kv_format", "reused_tokens", "decoding", "seed", "engine_version")
+    __slots__ = ("model", "model_fingerprint", "tokenizer_fingerprint", "precision", "kv_format", "reused_tokens", "decoding", "seed", "engine_version", "route", "route_reason")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
@@ -219,6 +219,8 @@ class Receipt(_message.Message):
     DECODING_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     ENGINE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    ROUTE_FIELD_NUMBER: _ClassVar[int]
+    ROUTE_REASON_FIELD_NUMBER: _ClassVar[int]
     model: str
     model_fingerprint: str
     tokenizer_fingerprint: str
@@ -228,7 +230,9 @@ class Receipt(_message.Message):
     decoding: str
     seed: int
     engine_version: str
-    def __init__(self, model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., precision: _Optional[str] = ..., kv_format: _Optional[str] = ..., reused_tokens: _Optional[int] = ..., decoding: _Optional[str] = ..., seed: _Optional[int] = ..., engine_version: _Optional[str] = ...) -> None: ...
+    route: str
+    route_reason: str
+    def __init__(self, model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., precision: _Optional[str] = ..., kv_format: _Optional[str] = ..., reused_tokens: _Optional[int] = ..., decoding: _Optional[str] = ..., seed: _Optional[int] = ..., engine_version: _Optional[str] = ..., route: _Optional[str] = ..., route_reason: _Optional[str] = ...) -> None: ...
 
 class Final(_message.Message):
     __slots__ = ("request_id", "samples", "usage", "timings", "receipt")
@@ -376,9 +380,31 @@ class GetModelInfoResponse(_message.Message):
     engine_version: str
     def __init__(self, model: _Optional[str] = ..., path: _Optional[str] = ..., family: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., precision: _Optional[str] = ..., kv_format: _Optional[str] = ..., device: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., bos_token_id: _Optional[int] = ..., has_chat_template: _Optional[bool] = ..., max_logprobs: _Optional[int] = ..., engine_version: _Optional[str] = ...) -> None: ...
 
-class GetLoadRequest(_message.Message):
+class ListModelsRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class ServedModel(_message.Message):
+    __slots__ = ("name", "state", "fallback")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    FALLBACK_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    state: str
+    fallback: str
+    def __init__(self, name: _Optional[str] = ..., state: _Optional[str] = ..., fallback: _Optional[str] = ...) -> None: ...
+
+class ListModelsResponse(_message.Message):
+    __slots__ = ("models",)
+    MODELS_FIELD_NUMBER: _ClassVar[int]
+    models: _containers.RepeatedCompositeFieldContainer[ServedModel]
+    def __init__(self, models: _Optional[_Iterable[_Union[ServedModel, _Mapping]]] = ...) -> None: ...
+
+class GetLoadRequest(_message.Message):
+    __slots__ = ("model",)
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    def __init__(self, model: _Optional[str] = ...) -> None: ...
 
 class GetLoadResponse(_message.Message):
     __slots__ = ("running", "waiting", "slots", "free_pages", "pages", "page_size", "kv_usage", "tokens_per_second", "draining")
@@ -403,8 +429,10 @@ class GetLoadResponse(_message.Message):
     def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., slots: _Optional[int] = ..., free_pages: _Optional[int] = ..., pages: _Optional[int] = ..., page_size: _Optional[int] = ..., kv_usage: _Optional[float] = ..., tokens_per_second: _Optional[float] = ..., draining: _Optional[bool] = ...) -> None: ...
 
 class GetStatsRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("model",)
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    def __init__(self, model: _Optional[str] = ...) -> None: ...
 
 class GetStatsResponse(_message.Message):
     __slots__ = ("uptime_seconds", "admitted", "refused", "finished", "failed", "prompt_tokens", "completion_tokens", "preemptions", "steps")

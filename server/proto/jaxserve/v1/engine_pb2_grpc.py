@@ -64,6 +64,11 @@ class EngineStub:
                 request_serializer=server_dot_proto_dot_jaxserve_dot_v1_dot_engine__pb2.GetModelInfoRequest.SerializeToString,
                 response_deserializer=server_dot_proto_dot_jaxserve_dot_v1_dot_engine__pb2.GetModelInfoResponse.FromString,
                 _registered_method=True)
+        self.ListModels = channel.unary_unary(
+                '/jaxserve.v1.Engine/ListModels',
+                request_serializer=server_dot_proto_dot_jaxserve_dot_v1_dot_engine__pb2.ListModelsRequest.SerializeToString,
+                response_deserializer=server_dot_proto_dot_jaxserve_dot_v1_dot_engine__pb2.ListModelsResponse.FromString,
+                _registered_method=True)
         self.GetLoad = channel.unary_unary(
                 '/jaxserve.v1.Engine/GetLoad',
                 request_serializer=server_dot_proto_dot_jaxserve_dot_v1_dot_engine__pb2.GetLoadRequest.SerializeToString,
@@ -125,8 +130,15 @@ class EngineServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListModels(self, request, context):
+        """What requests may call a model, and which of them can answer now.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetLoad(self, request, context):
-        """How busy the engine is now.
+        """How busy a model's engine is now.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -178,6 +190,11 @@ def add_EngineServicer_to_server(servicer, server):
                     servicer.GetModelInfo,
                     request_deserializer=server_dot_proto_dot_jaxserve_dot_v1_dot_engine__pb2.GetModelInfoRequest.FromString,
                     response_serializer=server_dot_proto_dot_jaxserve_dot_v1_dot_engine__pb2.GetModelInfoResponse.SerializeToString,
+            ),
+            'ListModels': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListModels,
+                    request_deserializer=server_dot_proto_dot_jaxserve_dot_v1_dot_engine__pb2.ListModelsRequest.FromString,
+                    response_serializer=server_dot_proto_dot_jaxserve_dot_v1_dot_engine__pb2.ListModelsResponse.SerializeToString,
             ),
             'GetLoad': grpc.unary_unary_rpc_method_handler(
                     servicer.GetLoad,
@@ -357,6 +374,33 @@ class Engine:
             '/jaxserve.v1.Engine/GetModelInfo',
             server_dot_proto_dot_jaxserve_dot_v1_dot_engine__pb2.GetModelInfoRequest.SerializeToString,
             server_dot_proto_dot_jaxserve_dot_v1_dot_engine__pb2.GetModelInfoResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListModels(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jaxserve.v1.Engine/ListModels',
+            server_dot_proto_dot_jaxserve_dot_v1_dot_engine__pb2.ListModelsRequest.SerializeToString,
+            server_dot_proto_dot_jaxserve_dot_v1_dot_engine__pb2.ListModelsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,102 @@
+"""Makes services of the command line's routes, and remembers what was chosen for each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from server.core import ModelIdentity, Service, identify
+from server.route_arguments import RouteArguments, model_name
+
+if TYPE_CHECKING:
+    from jaxserve.config import EngineConfig
+    from jaxserve.opened_model import OpenedModel
+
+
+class ModelLoader:
+    """Iterating over it finds, loads and compiles one model after the other: on any thread, once.
+
+    Raises ValueError for a model that cannot be read or options that cannot be met, PullError where a
+    download fails.
+    """
+
+    def __init__(self, routes: Sequence[RouteArguments], *, progress: bool) -> None:
+        self._routes = routes
+        self._progress = progress
+        self.lines: list[str] = []
+        """What was chosen for the models that are loaded."""
+        self.running = False
+        """Whether a thread is at work here."""
+
+    def __iter__(self) -> Iterator[Service]:
+        self.running = True
+        try:
+            yield from self._load()
+        finally:
+            self.running = False
+
+    def _load(self) -> Iterator[Service]:
+        import jax
+
+        from jaxserve.async_engine import Engine
+        from jaxserve.engine.build import EngineOptions
+        from jaxserve.opened_model import make_loop, open_model
+
+        # Whatever is wrong with any of them is to be said before the first is loaded.
+        options = [EngineOptions(**route.settings) for route in self._routes]
+        platform = jax.default_backend()
+        _check_memory(self._routes, platform)
+        opened: dict[str, OpenedModel] = {}
+        for route in self._routes:
+            if route.model not in opened:
+                opened[route.model] = open_model(route.model, progress=self._progress)
+        for route, chosen in zip(self._routes, options, strict=True):
+            model = opened[route.model]
+            defaults = model.sampling_defaults if route.generation_config == "auto" else {}
+            device = model.build_engine(chosen, progress=self._progress)
+            identity = identify(route.name, model_name(route.model), model, device.config, platform)
+            self.lines += describe(identity, device.config, route.fallback, defaults)
+            yield Service(
+                identity,
+                model.tokenizer,
+                Engine(make_loop(device, model.tokenizer)),
+                max_waiting=route.max_waiting,
+                sampling_defaults=defaults,
+            )
+
+
+def describe(
+    identity: ModelIdentity, config: EngineConfig, fallback: str | None, sampling_defaults: Mapping[str, Any]
+) -> list[str]:
+    """What was chosen for a model, a line for each thing."""
+    cache = config.cache
+    pages = " + ".join(
+        f"{count - 1} x {cache.page_size} = {(count - 1) * cache.page_size} tokens"
+        for count in cache.num_pages
+    )
+    decode, chunk = (" ".join(map(str, rungs)) for rungs in (config.decode_rows, config.chunk_rows))
+    own = "" if identity.model == identity.name else f" is {identity.model}"
+    overflow = "" if fallback is None else f", overflow to {fallback}"
+    sampling = ", ".join(f"{name} {value}" for name, value in sorted(sampling_defaults.items()))
+    parts = {
+        "model": f"{identity.name}{own} ({identity.family}, {identity.fingerprint}){overflow}",
+        "device": identity.device,
+        "precision": f"{identity.precision}, KV pool in {identity.kv_format}",
+        "pages": pages,
+        "slots": f"{config.num_slots} sequences of up to {config.max_model_len} tokens",
+        "ladder": f"decode {decode}, chunk {chunk}",
+        "sampling": f"{sampling} (generation_config.json)" if sampling else "the library's defaults",
+    }
+    return [f"{name:<10}{text}" for name, text in parts.items()]
+
+
+def _check_memory(routes: Sequence[RouteArguments], platform: str) -> None:
+    """Raise ValueError where the first engine would take the memory of all."""
+    if len(routes) == 1 or platform == "cpu":
+        return
+    for route in routes:
+        if route.settings.get("kv_memory") is None:
+            raise ValueError(
+                f"route {route.name!r}: several engines share a {platform} device: say how large the KV pool "
+                "of each is, as in kv_memory=8G"
+            )
