@@ -1,0 +1,343 @@
+"""The prefill-shaped TPU kernel: tiles of query rows against blocks of pages.
+
+A tile is a fixed piece of the flattened batch, so that queries and results move in blocks of their own; where
+several sequences meet in a tile, each is reduced into its own rows. One chain of fetches runs through all
+tiles of a core: the first pages of a tile are on their way while the last ones of its predecessor are reduced.
+
+Axes: T rows, B rows of a tile, G queries of a kv head, M = B * G, K kv heads, S sequences, N tiles, t positions
+of a block, W lanes of a query or of a result.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.page_layout import LANES, PageLayout
+from pallas_kernels.ragged_paged_attention.params import AttentionParams
+from pallas_kernels.ragged_paged_attention.tpu_pages import PageRing, Ref, Scalar, ring_types
+from pallas_kernels.ragged_paged_attention.tpu_softmax import Softmax
+
+
+@dataclass(frozen=True)
+class ChunkSizes:
+    """What is tuned."""
+
+    query_rows: int
+    """B."""
+    rows_at_once: int
+    """Rows of M whose scores are in registers together; divides M."""
+    pages_per_block: int
+    num_buffers: int
+    num_cores: int = 1
+    """Cores that share out the tiles."""
+
+
+class _Item(NamedTuple):
+    """A block of a sequence for a tile."""
+
+    tile: Scalar
+    sequence: Scalar
+    block: Scalar
+
+
+def attend_chunks(
+    q_KXW: jax.Array,
+    sinks_KM: jax.Array | None,
+    pool: jax.Array,
+    scales: jax.Array | None,
+    page_table_SP: jax.Array,
+    query_start_S1: jax.Array,
+    context_len_S: jax.Array,
+    wanted_S: jax.Array,
+    first_page: jax.Array,
+    *,
+    layout: PageLayout,
+    params: AttentionParams,
+    queries_per_kv: int,
+    sizes: ChunkSizes,
+    interpret: Any = False,
+) -> jax.Array:
+    """`[K, T * G, V * 128]`: each row's attention, in the lanes of the planes that hold the values.
+
+    Args:
+        q_KXW: queries, row T-major; T is a multiple of the tile's rows and of the cores.
+        sinks_KM: float32 logits of the attention sinks for the rows of a tile, or None.
+        query_start_S1: int32, as in `ragged_paged_attention`.
+        wanted_S: bool, False for a sequence to be skipped; its rows get finite numbers without meaning.
+        first_page: int32 scalar.
+    """
+    num_heads, num_rows, width = q_KXW.shape
+    tile_rows = sizes.query_rows * queries_per_kv
+    num_tiles = num_rows // tile_rows
+    tables = _tile_tables(query_start_S1, wanted_S & (context_len_S > 0), num_tiles, sizes.query_rows)
+    value_lanes = LANES * max(layout.planes // 2, 1)
+    per_core = num_tiles // sizes.num_cores
+    table_width = -(-page_table_SP.shape[1] // sizes.pages_per_block) * sizes.pages_per_block
+    table = jnp.pad(page_table_SP, ((0, 1), (0, table_width - page_table_SP.shape[1]))).reshape(-1)
+    kernel = functools.partial(
+        _kernel,
+        layout=layout,
+        params=params,
+        queries_per_kv=queries_per_kv,
+        sizes=sizes,
+        num_tiles=num_tiles,
+        pages_per_sequence=table_width,
+        has_sinks=sinks_KM is not None,
+    )
+
+    def per_tile(lanes: int) -> pl.BlockSpec:
+        return pl.BlockSpec((num_heads, tile_rows, lanes), lambda core, i, *_: (0, core * per_core + i, 0))
+
+    in_hbm = pl.BlockSpec(memory_space=pl.ANY)
+    operands = [q_KXW]
+    in_specs = [per_tile(width)]
+    if sinks_KM is not None:
+        operands.append(jnp.broadcast_to(sinks_KM[..., None], (num_heads, tile_rows, LANES)))
+        in_specs.append(pl.BlockSpec((num_heads, tile_rows, LANES), lambda *_: (0, 0, 0)))
+    operands += [pool, *([scales] if scales is not None else [])]
+    in_specs += [in_hbm] * (len(operands) - len(in_specs))
+    state_type = pltpu.VMEM((num_heads, tile_rows, LANES), jnp.float32)
+    return pl.pallas_call(
+        kernel,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=7,
+            grid=(sizes.num_cores, per_core),
+            in_specs=in_specs,
+            out_specs=per_tile(value_lanes),
+            scratch_shapes=[
+                *ring_types(layout, sizes.pages_per_block, sizes.num_buffers),
+                pltpu.VMEM((num_heads, tile_rows, value_lanes), jnp.float32),
+                state_type,
+                state_type,
+                pltpu.SMEM((4,), jnp.int32),
+            ],
+        ),
+        out_shape=jax.ShapeDtypeStruct((num_heads, num_rows, value_lanes), q_KXW.dtype),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"),
+            disable_bounds_checks=True,
+            vmem_limit_bytes=48 << 20,
+        ),
+        interpret=interpret,
+        name="paged_attention_chunks",
+    )(
+        first_page.reshape(1),
+        query_start_S1,
+        jnp.pad(context_len_S, (0, 1)),
+        *tables,
+        table,
+        *operands,
+    )
+
+
+def _tile_tables(
+    query_start_S1: jax.Array, wanted_S: jax.Array, num_tiles: int, query_rows: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Where to go on: int32 `[S + 2]` the first wanted sequence with rows from each one on, S if none;
+    `[N + 2]` the first such sequence of each tile; `[N + 2]` the first tile with any from each one on."""
+    num_sequences = wanted_S.shape[0]
+    has_rows_S = wanted_S & (jnp.diff(query_start_S1) > 0)
+    number_S = jnp.arange(num_sequences, dtype=jnp.int32)
+    next_S = lax.cummin(jnp.where(has_rows_S, number_S, num_sequences), reverse=True)
+    next_S = jnp.pad(next_S, (0, 2), constant_values=num_sequences)
+    tile_start_N = jnp.arange(num_tiles, dtype=jnp.int32) * query_rows
+    first_N = next_S[jnp.sum(query_start_S1[None, 1:] <= tile_start_N[:, None], axis=1, dtype=jnp.int32)]
+    start_S = jnp.pad(query_start_S1[:-1], (0, 1), constant_values=jnp.iinfo(jnp.int32).max)
+    has_any_N = start_S[first_N] < tile_start_N + query_rows
+    number_N = jnp.arange(num_tiles, dtype=jnp.int32)
+    next_N = lax.cummin(jnp.where(has_any_N, number_N, num_tiles), reverse=True)
+    return (
+        next_S,
+        jnp.pad(jnp.where(has_any_N, first_N, num_sequences), (0, 2), constant_values=num_sequences),
+        jnp.pad(next_N, (0, 2), constant_values=num_tiles),
+    )
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What the kernel's scalars say of tiles and sequences, and the order of items."""
+
+    query_start_ref: Ref
+    context_len_ref: Ref
+    next_sequence_ref: Ref
+    first_sequence_ref: Ref
+    next_tile_ref: Ref
+    query_rows: int
+    window: int
+    block_tokens: int
+
+    def rows(self, item: _Item) -> tuple[Scalar, Scalar]:
+        """The first row of the sequence in the tile, and the one after the last."""
+        start = item.tile * self.query_rows
+        return (
+            jnp.maximum(self.query_start_ref[item.sequence], start),
+            jnp.minimum(self.query_start_ref[item.sequence + 1], start + self.query_rows),
+        )
+
+    def position(self, item: _Item, row: Scalar) -> Scalar:
+        """Of a row in its sequence."""
+        return self.context_len_ref[item.sequence] - self.query_start_ref[item.sequence + 1] + row
+
+    def span(self, item: _Item) -> tuple[Scalar, Scalar]:
+        """The positions [low, high) that rows of the tile see."""
+        first, end = self.rows(item)
+        low = jnp.maximum(self.position(item, first) - self.window + 1, 0) if self.window else 0
+        return low, self.position(item, end)
+
+    def begin_tile(self, tile: Scalar) -> _Item:
+        """The first item of the first tile that has any, from a tile on; past the last one a tile too many."""
+        tile = self.next_tile_ref[tile]
+        return self._first_block(tile, self.first_sequence_ref[tile])
+
+    def advance(self, item: _Item) -> _Item:
+        """The item after this one; must not be asked of an item past the last."""
+        following = self.next_sequence_ref[item.sequence + 1]
+        # The entry after the last sequence's is that of all rows.
+        in_tile = (following < self.context_len_ref.shape[0] - 1) & (
+            self.query_start_ref[following] < (item.tile + 1) * self.query_rows
+        )
+        in_sequence = (item.block + 1) * self.block_tokens < self.span(item)[1]
+        tile = jnp.where(in_tile, item.tile, self.next_tile_ref[item.tile + 1])
+        sequence = jnp.where(in_tile, following, self.first_sequence_ref[tile])
+        after = self._first_block(tile, sequence)
+        return _Item(
+            jnp.where(in_sequence, item.tile, after.tile),
+            jnp.where(in_sequence, item.sequence, after.sequence),
+            jnp.where(in_sequence, item.block + 1, after.block),
+        )
+
+    def _first_block(self, tile: Scalar, sequence: Scalar) -> _Item:
+        if not self.window:
+            return _Item(tile, sequence, jnp.int32(0))
+        last = self.context_len_ref.shape[0] - 2
+        low, _ = self.span(_Item(tile, jnp.minimum(sequence, last), 0))
+        return _Item(tile, sequence, lax.div(low, self.block_tokens))
+
+
+def _kernel(
+    first_page_ref: Ref,  # SMEM [1]
+    query_start_ref: Ref,  # SMEM [S + 1]
+    context_len_ref: Ref,  # SMEM [S + 1]
+    next_sequence_ref: Ref,  # SMEM [S + 2]
+    first_sequence_ref: Ref,  # SMEM [N + 2]
+    next_tile_ref: Ref,  # SMEM [N + 2]
+    table_ref: Ref,  # SMEM [(S + 1) * P]
+    q_ref: Ref,  # VMEM [K, M, W]
+    *refs: Ref,
+    layout: PageLayout,
+    params: AttentionParams,
+    queries_per_kv: int,
+    sizes: ChunkSizes,
+    num_tiles: int,
+    pages_per_sequence: int,
+    has_sinks: bool,
+) -> None:
+    sinks_ref, refs = (refs[0], refs[1:]) if has_sinks else (None, refs)
+    if layout.quantised:
+        pool_ref, scales_ref, out_ref, pages_ref, page_scales_ref, semaphores_ref, *state, cursor_ref = refs
+    else:
+        pool_ref, out_ref, pages_ref, semaphores_ref, *state, cursor_ref = refs
+        scales_ref = page_scales_ref = None
+    ring = PageRing(layout, pool_ref, scales_ref, pages_ref, page_scales_ref, semaphores_ref)
+    softmax = Softmax(*state, sinks_ref, layout=layout, params=params)
+    work = _Work(
+        query_start_ref,
+        context_len_ref,
+        next_sequence_ref,
+        first_sequence_ref,
+        next_tile_ref,
+        sizes.query_rows,
+        params.window,
+        ring.block_tokens,
+    )
+    per_core = num_tiles // sizes.num_cores
+    tile = pl.program_id(0) * per_core + pl.program_id(1)
+    end_tile = (pl.program_id(0) + 1) * per_core
+
+    def start(number: Scalar, item: _Item) -> _Item:
+        """Begin to fetch an item, if there is one of that number on this core; returns the next."""
+        exists = item.tile < end_tile
+        safe = _Item(
+            jnp.minimum(item.tile, num_tiles - 1),
+            jnp.minimum(item.sequence, context_len_ref.shape[0] - 2),
+            item.block,
+        )
+        low, high = work.span(safe)
+        first_entry = safe.sequence * pages_per_sequence + safe.block * ring.pages_per_block
+        ring.start(
+            lax.rem(number, ring.num_buffers),
+            safe.block,
+            low,
+            jnp.where(exists, high, 0),
+            lambda page: table_ref[jnp.where(exists, first_entry, 0) + page] + first_page_ref[0],
+        )
+        after = work.advance(safe)
+        return _Item(*(jnp.where(exists, new, old) for new, old in zip(after, item, strict=True)))
+
+    def attend(number: Scalar, item: _Item) -> None:
+        slot = lax.rem(number, ring.num_buffers)
+        low, high = work.span(item)
+        ring.wait(slot, item.block, low, high)
+        ring.drop_unwritten(slot, item.block, low, high)
+        first, end = work.rows(item)
+        block_start = item.block * ring.block_tokens
+        whole = (end - first == sizes.query_rows) & (
+            block_start + ring.block_tokens <= work.position(item, first) + 1
+        )
+        if params.window:
+            whole &= block_start > work.position(item, end - 1) - params.window
+
+        def reduce(masked: bool) -> None:
+            def reduce_rows(index: jax.Array, _: None) -> None:
+                head = index // (q_ref.shape[1] // sizes.rows_at_once)
+                first_m = index % (q_ref.shape[1] // sizes.rows_at_once) * sizes.rows_at_once
+                rows = pl.ds(pl.multiple_of(first_m, sizes.rows_at_once), sizes.rows_at_once)
+                last = None
+                if masked:
+                    m = lax.broadcasted_iota(jnp.int32, (sizes.rows_at_once, 1), 0) + first_m
+                    row = tile * sizes.query_rows + _quotient(m, queries_per_kv)
+                    here = (row >= first) & (row < end)
+                    last = jnp.where(here, work.position(item, row), -1)
+                softmax.reduce(head, rows, q_ref[head, rows, :], ring, slot, block_start, last)
+
+            count = layout.num_kv_heads * (q_ref.shape[1] // sizes.rows_at_once)
+            lax.fori_loop(0, count, reduce_rows, None)
+
+        pl.when(whole)(lambda: reduce(masked=False))
+        pl.when(jnp.logical_not(whole))(lambda: reduce(masked=True))
+
+    def step(carry: tuple[Scalar, _Item, _Item]) -> tuple[Scalar, _Item, _Item]:
+        number, item, ahead = carry
+        ahead = start(number + ring.num_buffers - 1, ahead)
+        attend(number, item)
+        return number + 1, work.advance(item), ahead
+
+    @pl.when(pl.program_id(1) == 0)
+    def _() -> None:
+        ring.clear()
+        ahead = work.begin_tile(tile)
+        for number in range(ring.num_buffers - 1):
+            ahead = start(jnp.int32(number), ahead)
+        for place, value in enumerate((0, *ahead)):
+            cursor_ref[place] = jnp.asarray(value, jnp.int32)
+
+    softmax.reset()
+    ahead = _Item(cursor_ref[1], cursor_ref[2], cursor_ref[3])
+    item = work.begin_tile(tile)
+    number, _, ahead = lax.while_loop(lambda carry: carry[1].tile == tile, step, (cursor_ref[0], item, ahead))
+    for place, value in enumerate((number, *ahead)):
+        cursor_ref[place] = value
+    out_ref[...] = softmax.result().astype(out_ref.dtype)
+
+
+def _quotient(m: jax.Array, divisor: int) -> jax.Array:
+    """Of small numbers that are not negative, by way of float32: there is no vector division of integers."""
+    return ((m.astype(jnp.float32) + 0.5) * (1.0 / divisor)).astype(jnp.int32)

@@ -1,0 +1,258 @@
+"""The decode-shaped TPU kernel: a few rows a sequence, all of them with all queries of a kv head one tile.
+
+One loop runs over the blocks of all sequences, so that a sequence's first block is on its way while its
+predecessor's last ones are reduced. Keys and values are the matrix unit's stationary operand; a head's rows
+pass over them once.
+
+Axes: S sequences, K kv heads, M rows of a tile (rows of a sequence times queries of a kv head, padded to
+whole sublanes), t positions of a block, W lanes of a query or of a result.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.page_layout import LANES, PageLayout
+from pallas_kernels.ragged_paged_attention.params import AttentionParams
+from pallas_kernels.ragged_paged_attention.tpu_pages import PageRing, Ref, Scalar, ring_types
+from pallas_kernels.ragged_paged_attention.tpu_softmax import Softmax
+
+
+@dataclass(frozen=True)
+class FewSizes:
+    """What is tuned."""
+
+    pages_per_block: int
+    num_buffers: int
+    sequences_per_step: int
+
+
+def attend_few(
+    q_SKMW: jax.Array,
+    sinks_KM: jax.Array | None,
+    pool: jax.Array,
+    scales: jax.Array | None,
+    page_table_SP: jax.Array,
+    num_rows_S: jax.Array,
+    context_len_S: jax.Array,
+    first_page: jax.Array,
+    *,
+    layout: PageLayout,
+    params: AttentionParams,
+    queries_per_kv: int,
+    sizes: FewSizes,
+    interpret: Any = False,
+) -> jax.Array:
+    """`[S, K, M, V * 128]`: each row's attention, in the lanes of the planes that hold the values.
+
+    Args:
+        q_SKMW: queries, W being 128 times the planes of a key; row m is that of query m % queries_per_kv of
+            row m // queries_per_kv. Lanes past the head size are zero.
+        sinks_KM: float32 logits of the attention sinks, or None.
+        num_rows_S: int32 rows of each sequence, the last of its context; 0 for a sequence to be skipped.
+        context_len_S: int32.
+        first_page: int32 scalar.
+        sizes: sequences_per_step divides S.
+
+    Sequences without rows get zeros. See `ragged_paged_attention` for the rest.
+    """
+    num_sequences, num_heads, num_rows, width = q_SKMW.shape
+    per_step = sizes.sequences_per_step
+    block_tokens = sizes.pages_per_block * layout.page_size
+    num_steps = num_sequences // per_step
+    context_len_S = jnp.where(num_rows_S > 0, context_len_S, 0)
+    low_S = jnp.maximum(context_len_S - num_rows_S - params.window + 1, 0) if params.window else None
+    first_block_S = jnp.zeros_like(context_len_S) if low_S is None else low_S // block_tokens
+    num_blocks_S = -(-context_len_S // block_tokens) - first_block_S
+    num_items = jnp.sum(num_blocks_S.reshape(num_steps, per_step), axis=1, dtype=jnp.int32)
+    number_S = jnp.arange(num_sequences, dtype=jnp.int32)
+    next_S = lax.cummin(jnp.where(context_len_S > 0, number_S, num_sequences), reverse=True)
+    # In one dimension, an entry's address is its number.
+    table_width = -(-page_table_SP.shape[1] // sizes.pages_per_block) * sizes.pages_per_block
+    table = jnp.pad(page_table_SP, ((0, 0), (0, table_width - page_table_SP.shape[1]))).reshape(-1)
+    value_lanes = LANES * max(layout.planes // 2, 1)
+    kernel = functools.partial(
+        _kernel,
+        layout=layout,
+        params=params,
+        queries_per_kv=queries_per_kv,
+        one_row=num_rows == -(-queries_per_kv // 8) * 8,
+        has_sinks=sinks_KM is not None,
+    )
+
+    def per_sequence(*shape: int) -> pl.BlockSpec:
+        return pl.BlockSpec((per_step, *shape), lambda step, *_: (step, *(0,) * len(shape)))
+
+    in_hbm = pl.BlockSpec(memory_space=pl.ANY)
+    in_specs = [
+        pl.BlockSpec((per_step * table_width,), lambda step, *_: (step,), memory_space=pltpu.SMEM),
+        per_sequence(num_heads, num_rows, width),
+        *([pl.BlockSpec((num_heads, num_rows, LANES), lambda *_: (0, 0, 0))] if sinks_KM is not None else []),
+        in_hbm,
+        *([in_hbm] if scales is not None else []),
+    ]
+    operands = [table, q_SKMW]
+    if sinks_KM is not None:
+        operands.append(jnp.broadcast_to(sinks_KM[..., None], (num_heads, num_rows, LANES)))
+    operands += [pool, *([scales] if scales is not None else [])]
+    state_type = pltpu.VMEM((num_heads, num_rows, LANES), jnp.float32)
+    return pl.pallas_call(
+        kernel,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=5,
+            grid=(num_steps,),
+            in_specs=in_specs,
+            out_specs=per_sequence(num_heads, num_rows, value_lanes),
+            scratch_shapes=[
+                *ring_types(layout, sizes.pages_per_block, sizes.num_buffers),
+                pltpu.VMEM((num_heads, num_rows, value_lanes), jnp.float32),
+                state_type,
+                state_type,
+            ],
+        ),
+        out_shape=jax.ShapeDtypeStruct((num_sequences, num_heads, num_rows, value_lanes), q_SKMW.dtype),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",), disable_bounds_checks=True),
+        interpret=interpret,
+        name="paged_attention_few",
+    )(
+        first_page.reshape(1),
+        jnp.pad(context_len_S, (0, 1)),
+        jnp.pad(num_rows_S, (0, 1)),
+        jnp.pad(next_S, (0, 2), constant_values=num_sequences),
+        num_items,
+        *operands,
+    )
+
+
+@dataclass(frozen=True)
+class _Sequences:
+    """What the kernel's scalars say of sequences, and the order of blocks."""
+
+    context_len_ref: Ref
+    num_rows_ref: Ref
+    next_ref: Ref
+    """The first sequence with any rows, from each one on."""
+    window: int
+    block_tokens: int
+
+    def first_position(self, sequence: Scalar) -> Scalar:
+        return self.context_len_ref[sequence] - self.num_rows_ref[sequence]
+
+    def low(self, sequence: Scalar) -> Scalar:
+        """The first position that any of the rows sees."""
+        if not self.window:
+            return 0
+        return jnp.maximum(self.first_position(sequence) - self.window + 1, 0)
+
+    def begin(self, sequence: Scalar) -> tuple[Scalar, Scalar]:
+        """From a sequence on, the first block that there is: its sequence and its number there."""
+        sequence = self.next_ref[sequence]
+        return sequence, lax.div(self.low(sequence), self.block_tokens) if self.window else jnp.int32(0)
+
+    def advance(self, item: tuple[Scalar, Scalar]) -> tuple[Scalar, Scalar]:
+        """The block after this one."""
+        sequence, block = item
+        after = self.begin(sequence + 1)
+        last = self.is_last(item)
+        return jnp.where(last, after[0], sequence), jnp.where(last, after[1], block + 1)
+
+    def is_first(self, item: tuple[Scalar, Scalar]) -> Scalar:
+        return item[1] * self.block_tokens <= self.low(item[0])
+
+    def is_last(self, item: tuple[Scalar, Scalar]) -> Scalar:
+        return (item[1] + 1) * self.block_tokens >= self.context_len_ref[item[0]]
+
+
+def _kernel(
+    first_page_ref: Ref,  # SMEM [1]
+    context_len_ref: Ref,  # SMEM [S + 1]
+    num_rows_ref: Ref,  # SMEM [S + 1]
+    next_ref: Ref,  # SMEM [S + 2]
+    num_items_ref: Ref,  # SMEM [steps]
+    table_ref: Ref,  # SMEM [per_step * P]
+    q_ref: Ref,  # VMEM [per_step, K, M, W]
+    *refs: Ref,
+    layout: PageLayout,
+    params: AttentionParams,
+    queries_per_kv: int,
+    one_row: bool,
+    has_sinks: bool,
+) -> None:
+    sinks_ref, refs = (refs[0], refs[1:]) if has_sinks else (None, refs)
+    if layout.quantised:
+        pool_ref, scales_ref, out_ref, pages_ref, page_scales_ref, semaphores_ref, *state = refs
+    else:
+        pool_ref, out_ref, pages_ref, semaphores_ref, *state = refs
+        scales_ref = page_scales_ref = None
+    ring = PageRing(layout, pool_ref, scales_ref, pages_ref, page_scales_ref, semaphores_ref)
+    softmax = Softmax(*state, sinks_ref, layout=layout, params=params)
+    sequences = _Sequences(context_len_ref, num_rows_ref, next_ref, params.window, ring.block_tokens)
+    per_step = q_ref.shape[0]
+    first_sequence = pl.program_id(0) * per_step
+    pages_per_sequence = table_ref.shape[0] // per_step
+    num_items = num_items_ref[pl.program_id(0)]
+    num_ahead = ring.num_buffers - 1
+
+    def start(number: Scalar, item: tuple[Scalar, Scalar]) -> tuple[Scalar, Scalar]:
+        """Begin to fetch an item if there is one of that number; returns the next."""
+        sequence, block = item
+        # Past the last item any of the step's sequences does: none of its pages is wanted.
+        high = jnp.where(number < num_items, context_len_ref[sequence], 0)
+        local = jnp.clip(sequence - first_sequence, 0, per_step - 1)
+        first_entry = local * pages_per_sequence + block * ring.pages_per_block
+        ring.start(
+            lax.rem(number, ring.num_buffers),
+            block,
+            sequences.low(sequence),
+            high,
+            lambda page: table_ref[first_entry + page] + first_page_ref[0],
+        )
+        return sequences.advance(item)
+
+    def step(
+        number: jax.Array, cursors: tuple[tuple[Scalar, Scalar], tuple[Scalar, Scalar]]
+    ) -> tuple[tuple[Scalar, Scalar], tuple[Scalar, Scalar]]:
+        item, ahead = cursors
+        sequence, block = item
+        slot = lax.rem(number, ring.num_buffers)
+        low, high = sequences.low(sequence), context_len_ref[sequence]
+
+        @pl.when(sequences.is_first(item))
+        def _() -> None:
+            softmax.reset()
+
+        ring.wait(slot, block, low, high)
+        ring.drop_unwritten(slot, block, low, high)
+        # Here, where its scalar instructions share bundles with the arithmetic below.
+        ahead = start(number + num_ahead, ahead)
+        local = sequence - first_sequence
+        block_start = block * ring.block_tokens
+        first_position = sequences.first_position(sequence)
+        if one_row:
+            last_M1 = first_position
+        else:
+            row_M1 = lax.broadcasted_iota(jnp.int32, (q_ref.shape[2], 1), 0) // queries_per_kv
+            last_M1 = jnp.minimum(first_position + row_M1, high - 1)
+        for head in range(layout.num_kv_heads):
+            softmax.reduce(head, pl.ds(0, q_ref.shape[2]), q_ref[local, head], ring, slot, block_start, last_M1)
+
+        @pl.when(sequences.is_last(item))
+        def _() -> None:
+            out_ref[local] = softmax.result().astype(out_ref.dtype)
+
+        return sequences.advance(item), ahead
+
+    out_ref[...] = jnp.zeros_like(out_ref)
+    ring.clear()
+    item = ahead = sequences.begin(first_sequence)
+    for number in range(num_ahead):
+        ahead = start(jnp.int32(number), ahead)
+    lax.fori_loop(0, num_items, step, (item, ahead))
