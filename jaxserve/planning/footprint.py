@@ -1,0 +1,111 @@
+"""What a model weighs: parameters, bytes of weights, bytes of keys and values, from its configuration."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from jaxserve.config import ModelConfig
+from jaxserve.model.parameters import layer_parameters
+
+WEIGHT_BYTES = {
+    "float32": 4.0,
+    "bfloat16": 2.0,
+    "int8": 1.0,
+    "float8": 1.0,
+    "int4": 0.5 + 2 / 128,
+}
+"""Bytes of a weight by format; int4 with a 2-byte scale for each group of 128. Scales of a whole channel
+are too few to count."""
+
+KV_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
+"""Bytes of a stored number; int8 has a 4-byte scale for each head's key and each head's value besides."""
+
+_LANES = 128
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Counts of one model, from which times and memory follow."""
+
+    model: ModelConfig
+    num_parameters: int
+    """All of them, the embedding once where it is tied."""
+    dense_weights: int
+    """Weights of the layers' matrices, experts aside, that every row is multiplied with."""
+    expert_weights: int
+    """Weights of all experts of all layers; a row is multiplied with `experts_per_token` of `num_experts`."""
+    head_weights: int
+    """Weights of the output head, which only rows that need logits are multiplied with."""
+
+    @classmethod
+    def of(cls, model: ModelConfig) -> Footprint:
+        """Count the parameters that a model declares."""
+        dense = experts = others = 0
+        for kind in model.layers:
+            for name, info in layer_parameters(model, kind).items():
+                size = math.prod(info.shape)
+                if name.startswith("expert_"):
+                    experts += size
+                elif len(info.shape) > 1 and not name.endswith("bias"):
+                    dense += size
+                else:
+                    others += size
+        table = model.vocab_size * model.hidden_size
+        num_tables = 1 if model.tie_embeddings else 2
+        total = dense + experts + others + num_tables * table + model.hidden_size
+        return cls(model, total, dense, experts, table)
+
+    def weight_bytes(self, weight_format: str) -> float:
+        """Bytes of all parameters, whose matrices are in a format. Raises ValueError for an unknown one."""
+        return self.num_parameters * bytes_per_weight(weight_format)
+
+    def active_weights(self) -> float:
+        """Weights that one row is multiplied with on its way through the layers."""
+        return self.dense_weights + self.expert_weights * self._expert_share
+
+    def touched_weights(self, num_rows: int) -> float:
+        """Weights that a step of so many rows reads: all dense ones, and the experts that any row chose.
+
+        Rows are taken to choose experts independently and evenly.
+        """
+        untouched = (1.0 - self._expert_share) ** num_rows
+        return self.dense_weights + self.expert_weights * (1.0 - untouched)
+
+    @property
+    def _expert_share(self) -> float:
+        model = self.model
+        return model.experts_per_token / model.num_experts if model.num_experts else 0.0
+
+    def layers_of(self, window: int) -> int:
+        """Layers that share the cache group with this window."""
+        return sum(kind.window == window for kind in self.model.layers)
+
+    def kv_token_bytes(self, kv_format: str, window: int = 0) -> int:
+        """Bytes of one token's keys and values in one layer times the group's layers, without padding."""
+        model = self.model
+        scale = 4 if kv_format == "int8" else 0
+        head = model.head_size * _kv_bytes(kv_format) + scale
+        return 2 * self.layers_of(window) * model.num_kv_heads * head
+
+    def page_bytes(self, kv_format: str, page_size: int, window: int = 0) -> int:
+        """Bytes that one page really takes in all layers of a group: heads fill whole rows of 128 lanes,
+        a key and a value sharing one up to head size 64."""
+        model = self.model
+        half = 64 if model.head_size <= 64 else -(-model.head_size // _LANES) * _LANES
+        scale = 4 if kv_format == "int8" else 0
+        head = half * _kv_bytes(kv_format) + scale
+        return 2 * self.layers_of(window) * model.num_kv_heads * head * page_size
+
+
+def bytes_per_weight(weight_format: str) -> float:
+    """Raises ValueError, listing the formats, for one that is not known."""
+    if weight_format not in WEIGHT_BYTES:
+        raise ValueError(f"weight format {weight_format!r} is not one of {', '.join(WEIGHT_BYTES)}")
+    return WEIGHT_BYTES[weight_format]
+
+
+def _kv_bytes(kv_format: str) -> int:
+    if kv_format not in KV_BYTES:
+        raise ValueError(f"KV format {kv_format!r} is not one of {', '.join(KV_BYTES)}")
+    return KV_BYTES[kv_format]
