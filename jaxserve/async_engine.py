@@ -14,6 +14,7 @@ from jaxserve.loop import HostLoop, LoopStoppedError
 from jaxserve.loop_stats import LoopSnapshot
 from jaxserve.outputs import AnswerDelta
 from jaxserve.plan import EngineLimits, SamplingParams
+from jaxserve.scheduling import DEFAULT_TERMS, ServiceTerms
 
 _Item = AnswerDelta | Exception
 
@@ -146,6 +147,7 @@ class Engine:
         request_id: str | None = None,
         *,
         prompt: str | None = None,
+        terms: ServiceTerms = DEFAULT_TERMS,
     ) -> AnswerStream:
         """Queue a request and return the stream of its deltas. Call it inside a running event loop.
 
@@ -154,6 +156,7 @@ class Engine:
             params: how to sample.
             request_id: a name that no open request has; by default a fresh one.
             prompt: the prompt's text, for the record.
+            terms: when to serve it, and what it may share.
 
         Raises:
             ValueError: the request could never be served, or its id is in use.
@@ -168,7 +171,9 @@ class Engine:
             if name in self._subscribers:
                 raise ValueError(f"request id {name!r} is in use by a request that has not ended")
             self._subscribers[name] = subscriber
-            self._commands.append(lambda: self._loop.add(name, prompt_token_ids, params, prompt=prompt))
+            self._commands.append(
+                lambda: self._loop.add(name, prompt_token_ids, params, prompt=prompt, terms=terms)
+            )
             self._wake.notify()
         return AnswerStream(name, subscriber.queue, lambda: self.abort(name))
 

@@ -16,12 +16,14 @@ from jaxserve.loop_stats import LoopClock, LoopSnapshot, StepCounts
 from jaxserve.outputs import AnswerDelta
 from jaxserve.plan import EngineLimits, SamplingParams, StepEngine, StepHandle, StepResult
 from jaxserve.scheduling import (
+    DEFAULT_POLICY,
     DEFAULT_TERMS,
     Arrivals,
     Request,
     RequestState,
     ScheduledStep,
     Scheduler,
+    SchedulerPolicy,
     ServiceTerms,
 )
 
@@ -42,6 +44,7 @@ class HostLoop:
         answer_text: AnswerTextFactory | None = None,
         decode_token: TokenDecoder | None = None,
         clock: Callable[[], float] = time.monotonic,
+        policy: SchedulerPolicy = DEFAULT_POLICY,
     ) -> None:
         """Join an engine to a scheduler of its own.
 
@@ -51,10 +54,11 @@ class HostLoop:
             max_chunk: the most prompt tokens in one step; by default what the largest shape holds.
             answer_text: makes the incremental text of a sample; None gives token ids alone.
             decode_token: the text of one token, for log-probs; None leaves it out.
-            clock: seconds, for the metrics.
+            clock: seconds, for deadlines and metrics.
+            policy: who goes next.
         """
         self._engine = engine
-        self._scheduler = Scheduler(engine.limits, max_chunk=max_chunk)
+        self._scheduler = Scheduler(engine.limits, max_chunk=max_chunk, policy=policy)
         self._depth = 1 if overlap else 0
         self._answer_text = answer_text
         self._decode_token = decode_token
@@ -197,12 +201,15 @@ class HostLoop:
     def _dispatch_next(self) -> bool:
         """Plan a step and start it; return whether there was one."""
         self._stages.enter("plan")
-        step = self._scheduler.plan()
+        now = self._clock()
+        for request in self._scheduler.expire(now):
+            if request.finish_reason is None:  # The samples of a request end together.
+                self._cut_off(self._open[request.submission.request_id], RequestState.EXPIRED)
+        step = self._scheduler.plan(now)
         if step is None:
             return False
         if step.admitted:
             self._stages.enter("load")
-            now = self._clock()
             for load, request in zip(step.loads, step.admitted, strict=True):
                 self._engine.load_slot(load)
                 self._open[request.submission.request_id].mark_scheduled(now)

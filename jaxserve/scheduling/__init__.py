@@ -1,14 +1,16 @@
 """The scheduling half of the host: requests, pages, plans. Pure Python and numpy, never jax."""
 
 from jaxserve.scheduling.arrivals import Arrivals
+from jaxserve.scheduling.classes import SchedulerPolicy
 from jaxserve.scheduling.pages import PagePool, PageTable, SharedPrefix
 from jaxserve.scheduling.request import FinishReason, Request, RequestState, Submission
-from jaxserve.scheduling.scheduler import Scheduler
+from jaxserve.scheduling.scheduler import DEFAULT_POLICY, Scheduler
 from jaxserve.scheduling.step import ScheduledStep, ScoredRows
 from jaxserve.scheduling.terms import DEFAULT_TERMS, ServiceTerms
 
 __all__ = [
     "FinishReason",
+    "DEFAULT_POLICY",
     "DEFAULT_TERMS",
     "Arrivals",
     "PagePool",
@@ -17,6 +19,7 @@ __all__ = [
     "RequestState",
     "ScheduledStep",
     "Scheduler",
+    "SchedulerPolicy",
     "SharedPrefix",
     "ScoredRows",
     "ServiceTerms",

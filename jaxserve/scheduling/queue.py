@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter
 from dataclasses import replace
 from math import inf
@@ -36,7 +35,7 @@ class RequestQueue:
     reported by `leave` when it gives up its slot, ended or preempted, and may be pushed again. Operations
     cost at most the logarithm of the length, amortised.
 
-    A round of planning begins with `expire`. Whoever `peek` shows is next; if there is no room for it, the
+    A round of planning begins with `begin_round`. Whoever `peek` shows is next; if there is no room for it, the
     planner waits, or lets others pass with `set_aside`, which the policy bounds: a large request is passed
     by `max_passed` others at most, and by nobody once it is overdue.
     """
@@ -49,6 +48,7 @@ class RequestQueue:
         if num_slots < 1:
             raise ValueError(f"num_slots {num_slots} is below 1")
         self.policy = policy
+        self._num_slots = num_slots
         self.accounts = Accounts(policy)
         self._num_waiting = [0] * len(policy.classes)
         self._num_running = [0] * len(policy.classes)
@@ -145,10 +145,18 @@ class RequestQueue:
         self._withdraw(entry)
         self.accounts.close(entry.account)
 
+    def begin_round(self) -> None:
+        """Begin a round of planning: those set aside may be chosen again."""
+        for entry in self._aside:
+            if self._waiting.get(entry.request) is entry:
+                shown = replace(entry, live=True)
+                self._waiting[entry.request] = shown
+                self._show(shown)
+        self._aside.clear()
+        self._num_may_pass = self.policy.max_passed
+
     def expire(self, now: float) -> list[Request]:
-        """Begin a round of planning: those set aside may be chosen again, and those whose deadline has
-        passed leave the queue. The caller ends them, before they cost anything."""
-        self._restore()
+        """Those whose deadline has passed leave the queue. The caller ends them, before they cost anything."""
         self._set_expired_apart(now)
         apart, self._expired = self._expired, []
         expired = [entry.request for entry in apart if self._waiting.get(entry.request) is entry]
@@ -173,7 +181,24 @@ class RequestQueue:
         entry = self._waiting.get(request) or self._running[request]
         return entry.class_index
 
-    def victim_key(self, request: Request) -> VictimKey:
+    def rank(self, request: Request) -> int:
+        """How urgent a request is that waits or runs: 0 is the most; all are alike outside the fair order."""
+        if self.policy.order != "fair":
+            return 0
+        return self.policy.classes[self.class_index(request)].rank
+
+    def below_floor(self, request: Request) -> bool:
+        """Whether a waiting request's class runs fewer requests than the slots reserved for it."""
+        if self.policy.order != "fair":
+            return False
+        index = self.class_index(request)
+        return self._num_running[index] < int(self.policy.classes[index].reserved * self._num_slots)
+
+    def precedes(self, request: Request, other: Request) -> bool:
+        """Whether a request is of a more urgent class than another."""
+        return self.rank(request) < self.rank(other)
+
+    def victim_key(self, request: Request, num_computed: int) -> VictimKey:
         """The running request with the lowest key is the one to preempt.
 
         The least urgent class, then the least work that is lost, then the latest arrived; but one that has
@@ -183,8 +208,7 @@ class RequestQueue:
         if self.policy.order != "fair":
             return False, 0, 0, -arrival, -sample
         spared = request.num_admissions > self.policy.max_preemptions
-        rank = self.policy.classes[self.class_index(request)].rank
-        return spared, -rank, request.num_computed, -arrival, -sample
+        return spared, -self.rank(request), num_computed, -arrival, -sample
 
     def _make_order(self, num_slots: int, score: PrefixScore | None) -> Order:
         if self.policy.order == "fair":
@@ -225,48 +249,3 @@ class RequestQueue:
         while (entry := self._deadlines.peek()) is not None and entry.deadline <= now:
             self._hide(entry)
             self._expired.append(entry)
-
-    def _restore(self) -> None:
-        for entry in self._aside:
-            if self._waiting.get(entry.request) is entry:
-                shown = replace(entry, live=True)
-                self._waiting[entry.request] = shown
-                self._show(shown)
-        self._aside.clear()
-        self._num_may_pass = self.policy.max_passed
-
-
-class WaitingQueue:
-    """Requests by order of arrival. Every operation costs at most the logarithm of the length, amortised.
-
-    An entry removed from the middle stays until it surfaces, or until such entries are the majority.
-    """
-
-    def __init__(self) -> None:
-        self._heap: list[tuple[tuple[int, int], Request]] = []
-        self._num_live = 0
-
-    def __len__(self) -> int:
-        return self._num_live
-
-    def push(self, request: Request) -> None:
-        request.queued = True
-        self._num_live += 1
-        heapq.heappush(self._heap, (request.order, request))
-
-    def peek(self) -> Request | None:
-        """The earliest request, or None."""
-        while self._heap and not self._heap[0][1].queued:
-            heapq.heappop(self._heap)
-        return self._heap[0][1] if self._heap else None
-
-    def remove(self, request: Request) -> None:
-        """Take a queued request out, wherever it stands."""
-        assert request.queued, "the request is not in the queue"
-        request.queued = False
-        self._num_live -= 1
-        if self._heap[0][1] is request:
-            heapq.heappop(self._heap)  # An admitted request may come back, and must not be there twice.
-        if len(self._heap) > 2 * self._num_live + 16:
-            self._heap = [entry for entry in self._heap if entry[1].queued]
-            heapq.heapify(self._heap)

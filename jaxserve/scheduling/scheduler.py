@@ -19,8 +19,9 @@ import numpy as np
 from jaxserve.plan import EngineLimits, IntArray, SamplingParams, StepShape
 from jaxserve.scheduling.admission import check_params, check_pool, check_prompt
 from jaxserve.scheduling.arrivals import Arrivals, take_tokens
+from jaxserve.scheduling.classes import SchedulerPolicy
 from jaxserve.scheduling.pages import PagePool, PageTable
-from jaxserve.scheduling.queue import WaitingQueue
+from jaxserve.scheduling.queue import RequestQueue
 from jaxserve.scheduling.request import Request, RequestState, Submission
 from jaxserve.scheduling.room import Room
 from jaxserve.scheduling.shared_prompts import SharedPrompts
@@ -28,16 +29,30 @@ from jaxserve.scheduling.slots import SlotTable
 from jaxserve.scheduling.step import ScheduledStep, StepBuilder
 from jaxserve.scheduling.terms import DEFAULT_TERMS, ServiceTerms
 
+DEFAULT_POLICY = SchedulerPolicy()
+_MAX_PASSED = 4
+"""Waiting requests without room that a step's planning looks past."""
+
 
 class Scheduler:
     """Owns the queue, the slots and the pages of one engine. Not safe for use from several threads."""
 
-    def __init__(self, limits: EngineLimits, *, max_chunk: int | None = None) -> None:
-        """`max_chunk`: the most prompt tokens in one step; by default as many as the largest shape holds.
+    def __init__(
+        self,
+        limits: EngineLimits,
+        *,
+        max_chunk: int | None = None,
+        policy: SchedulerPolicy = DEFAULT_POLICY,
+    ) -> None:
+        """Schedule for an engine of these limits.
 
-        The rows of running requests count within it while they are few: see `_budget`.
+        Args:
+            limits: the engine's.
+            max_chunk: the most prompt tokens in one step; by default as many as the largest shape holds.
+                The rows of running requests count within it while they are few: see `_budget`.
+            policy: who goes next.
 
-        Raises ValueError if it is below 1 or above the largest shape.
+        Raises ValueError if `max_chunk` is below 1 or above the largest shape.
         """
         largest = limits.chunk_shapes[-1]
         self.max_chunk = largest.rows if max_chunk is None else max_chunk
@@ -51,7 +66,7 @@ class Scheduler:
         max_running = min(limits.num_slots, largest.rows, largest.sequences, largest.logit_rows)
         self._table = SlotTable(max_running, limits.page_size)
         self._pool = PagePool(limits.num_pages)
-        self._waiting = WaitingQueue()
+        self._queue = RequestQueue(policy, max_running)
         self._prompts = SharedPrompts(self._pool, limits)
         self._room = Room(limits, self.max_chunk, self._pool, self._table, self._prompts)
         self._heirs_due: list[Submission] = []
@@ -75,7 +90,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Requests in the queue; samples that wait for their prompt's first one are not in it yet."""
-        return len(self._waiting)
+        return len(self._queue)
 
     @property
     def num_free_pages(self) -> tuple[int, ...]:
@@ -123,14 +138,20 @@ class Scheduler:
             table = PageTable(self._pool, self.limits.page_size, self.limits.windows)
             submission.requests.append(Request(submission, index, (submission.arrival, index), table))
         submission.heirs.update(submission.requests[1:])
-        self._waiting.push(submission.leader)
+        self._queue.push(submission.leader, now)
         if self._prompts.num_shareable(len(prompt)):
             submission.awaits_prefix = params.n > 1
         else:
-            self._queue_heirs(submission)
+            self._queue_heirs(submission, now)
         return submission
 
-    def plan(self) -> ScheduledStep | None:
+    def expire(self, now: float) -> list[Request]:
+        """Requests whose deadline has passed, for the caller to `finish` before they cost more."""
+        table = self._table
+        late = np.flatnonzero((table.deadline <= now) & (table.serial >= 0))
+        return self._queue.expire(now) + [table.at(slot) for slot in late.tolist()]
+
+    def plan(self, now: float = 0.0) -> ScheduledStep | None:
         """The next step, which the caller must dispatch, or None if nothing can be computed just now.
 
         None with no step in flight means that there is nothing to do, or that everything is held.
@@ -138,11 +159,11 @@ class Scheduler:
         num_preemptions = self.num_preemptions
         self._grants.clear()
         todo = self._table.todo()
-        step, chunked = self._plan_running(todo)
+        step, chunked = self._plan_running(todo, now)
         if num_preemptions == self.num_preemptions:  # All kept their pages, so there may be some for others.
-            self._admit(step)
+            self._admit(step, now)
         for submission in self._heirs_due:
-            self._queue_heirs(submission)
+            self._queue_heirs(submission, now)
         self._heirs_due.clear()
         scheduled = step.build([grant for grants in self._grants.values() for grant in grants])
         if scheduled is not None:
@@ -151,7 +172,7 @@ class Scheduler:
             for request in (*chunked, *scheduled.admitted):
                 if self._prompts.offer(request, int(self._table.computed[request.slot])):
                     self._heirs_due.append(request.submission)
-        elif not self._in_flight and (todo.any() or self._could_start()):
+        elif not self._in_flight and (todo.any() or self._could_start(now)):
             raise RuntimeError(
                 f"no step can be planned: {self.num_running} samples run and {self.num_waiting} wait"
             )
@@ -159,6 +180,7 @@ class Scheduler:
 
     def commit(self, step: ScheduledStep, tokens: IntArray) -> Arrivals:
         """Take the tokens of a step that has been collected: `tokens` holds one for each logit row."""
+        self._queue.accounts.charge(step.accounts, 1)
         return take_tokens(self._table, step, tokens, self._is_eos)
 
     def retire(self, step: ScheduledStep) -> None:
@@ -181,7 +203,7 @@ class Scheduler:
         if running:
             self._leave_slot(request)
         elif request.queued:
-            self._waiting.remove(request)
+            self._queue.remove(request)
         self._prompts.drop_heir(request)
 
     def abandon_steps(self) -> None:
@@ -197,7 +219,7 @@ class Scheduler:
         self._table.check_integrity()
         holders = [request.table.pages for request in self._table.running]
         self._pool.check_integrity([*holders, *self._prompts.holders()])
-        if not len(self._table) and not self._waiting and len(self._prompts):
+        if not (len(self._table) or len(self._queue)) and len(self._prompts):
             raise RuntimeError(f"{len(self._prompts)} shared prompts are held for nobody")
 
     def _max_tokens(self, prompt: list[int], params: SamplingParams) -> int:
@@ -218,12 +240,12 @@ class Scheduler:
 
     # Running requests ------------------------------------------------------------------------------------
 
-    def _plan_running(self, todo: IntArray) -> tuple[StepBuilder, list[Request]]:
+    def _plan_running(self, todo: IntArray, now: float) -> tuple[StepBuilder, list[Request]]:
         """A step with the rows of the running requests, and those of them that compute several."""
         table, order = self._table, self._table.order
         asked = todo[order]
         longer: list[int] = order[asked > 1].tolist()
-        decoding = self._find_pages(order[asked == 1])
+        decoding = self._find_pages(order[asked == 1], now)
         step = StepBuilder(self.limits, table, self._budget(), self.max_chunk, decoding)
         chunked: list[Request] = []
         for index, slot in enumerate(longer):
@@ -231,12 +253,12 @@ class Scheduler:
             if request is None:
                 continue  # Preempted by one that decodes.
             step.num_reserved = len(longer) - index - 1
-            if self._plan_chunk(request, int(todo[slot]), step):
+            if self._plan_chunk(request, int(todo[slot]), step, now):
                 chunked.append(request)
         step.num_reserved = 0
         return step, chunked
 
-    def _find_pages(self, decoding: IntArray) -> IntArray:
+    def _find_pages(self, decoding: IntArray, now: float) -> IntArray:
         """Those of the slots that have a page for their next token, after preempting others if need be."""
         table = self._table
         computed = table.computed[decoding]
@@ -247,7 +269,7 @@ class Scheduler:
         for slot in short:
             request = table.requests[slot]
             if request is not None:
-                if self._make_room(request):
+                if self._make_room(request, now):
                     self._grow(request, int(table.computed[slot]) + 1)
                 else:
                     held_up.append(slot)
@@ -256,7 +278,7 @@ class Scheduler:
             keep &= ~np.isin(decoding, held_up)
         return decoding if keep.all() else decoding[keep]
 
-    def _plan_chunk(self, request: Request, todo: int, step: StepBuilder) -> bool:
+    def _plan_chunk(self, request: Request, todo: int, step: StepBuilder, now: float) -> bool:
         """Give the request as many rows as there are; return whether there was one."""
         computed = int(self._table.computed[request.slot])
         if computed >= self._table.next_pass[request.slot]:
@@ -264,7 +286,7 @@ class Scheduler:
         # Nobody decodes and nothing is under way: pages will come only from other running requests.
         stuck = step.empty and not self._in_flight
         available = request.table.num_tokens_available(computed)
-        if available < 1 and stuck and self._make_room(request):
+        if available < 1 and stuck and self._make_room(request, now):
             available = request.table.num_tokens_available(computed)
         chunk = step.next_chunk(request, computed, todo, available)
         if chunk.num_tokens < 1:
@@ -285,51 +307,70 @@ class Scheduler:
         request.table.pass_window(int(self._table.computed[request.slot]))
         self._table.follow_pages(request)
 
-    def _make_room(self, request: Request) -> bool:
+    def _make_room(self, request: Request, now: float) -> bool:
         """Whether a page is free in every group, after taking from others what it takes."""
         while not self._pool.num_free_everywhere:
             if self._pool.returning:
                 return False
             if self._prompts.release_latest():
                 continue
-            victim = min(self._table.running, key=self._loss)
-            self._preempt(victim)
+            victim = self._victim()
+            self._preempt(victim, now)
             if victim is request:
                 return False
         return True
 
-    def _loss(self, request: Request) -> tuple[int, int, int]:
-        """What preempting the request would cost: less is better, the later first among equals."""
-        arrival, index = request.order
-        return int(self._table.computed[request.slot]), -arrival, -index
+    def _victim(self) -> Request:
+        """The running request whose preemption costs least."""
+        computed = self._table.computed
+        return min(
+            self._table.running,
+            key=lambda request: self._queue.victim_key(request, int(computed[request.slot])),
+        )
 
-    def _preempt(self, request: Request) -> None:
+    def _preempt(self, request: Request, now: float) -> None:
         request.advance(RequestState.PREEMPTED)
         self._leave_slot(request)
         self.num_preemptions += 1
-        self._waiting.push(request)
+        self._queue.push(request, now)
 
     def _leave_slot(self, request: Request) -> None:
         self._grants.pop(request.slot, None)
         self._table.leave(request)
+        self._queue.leave(request)
         request.table.clear()
 
     # Waiting requests ------------------------------------------------------------------------------------
 
-    def _admit(self, step: StepBuilder) -> None:
-        if not (self._waiting and self._table.has_free):
+    def _admit(self, step: StepBuilder, now: float) -> None:
+        if not len(self._queue):
             return
+        self._queue.begin_round()
         promised = self._room.promised()
-        while self._table.has_free and not step.full:
-            request = self._waiting.peek()
+        num_passed = 0
+        while not step.full and (request := self._queue.peek(now)) is not None:
+            if not (self._table.has_free or self._yield_slot(request, now)):
+                return
             # A token of a preempted request may be under way; its slot is filled when that is known.
-            if request is None or request.num_pending or request.held:
-                return
+            ready = not (request.num_pending or request.held)
             idle = not (self.num_running or self._in_flight)
-            if not self._room.find(request, promised, idle=idle):
-                return
-            self._start(request, step)
-            self._room.promise(request, promised)
+            if ready and self._room.find(request, promised, idle=idle):
+                self._start(request, step)
+                self._room.promise(request, promised)
+            else:
+                num_passed += 1
+                if num_passed > _MAX_PASSED or not self._queue.set_aside(request, now):
+                    return
+
+    def _yield_slot(self, request: Request, now: float) -> bool:
+        """Preempt a less urgent request for one whose class has fewer slots than are reserved for it."""
+        if not self._queue.below_floor(request):
+            return False
+        victim = self._victim()
+        if not self._queue.precedes(request, victim):
+            return False
+        self._preempt(victim, now)
+        return True
 
     def _start(self, request: Request, step: StepBuilder) -> None:
         prefix = self._prompts.find(request)
@@ -340,19 +381,19 @@ class Scheduler:
         todo = request.num_known - num_computed
         chunk = step.next_chunk(request, num_computed, todo, request.table.num_tokens_available(num_computed))
         request.table.grow(num_computed + chunk.num_tokens)
-        self._waiting.remove(request)
+        account = self._queue.start(request, num_computed)
         request.advance(RequestState.RUNNING)
         request.num_admissions += 1
-        self._table.enter(request, num_computed)
+        self._table.enter(request, num_computed, account, self._queue.rank(request))
         step.load(request, num_computed, copies)
         step.add(request, chunk, todo)
         self._prompts.drop_heir(request)
 
-    def _could_start(self) -> bool:
+    def _could_start(self, now: float) -> bool:
         """Whether nothing runs and yet the next request waits, though all it waited for has come."""
-        request = self._waiting.peek()
+        request = self._queue.peek(now)
         return not (self.num_running or request is None or request.held)
 
-    def _queue_heirs(self, submission: Submission) -> None:
+    def _queue_heirs(self, submission: Submission, now: float) -> None:
         for heir in submission.heirs:
-            self._waiting.push(heir)
+            self._queue.push(heir, now)

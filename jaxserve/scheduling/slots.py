@@ -43,6 +43,10 @@ class SlotTable:
         """Gated, and the last token has not been seen."""
         self.account = column()
         """Whom the tokens are charged to."""
+        self.rank = column()
+        """How urgent the request's class is: 0 is the most."""
+        self.deadline = np.full(num_slots, np.inf)
+        """Seconds on the loop's clock."""
         self._page_size = page_size
         self._free = list(range(num_slots - 1, -1, -1))
         self._order: IntArray | None = None
@@ -62,10 +66,12 @@ class SlotTable:
 
     @property
     def order(self) -> IntArray:
-        """The taken slots, in the order in which their requests are served."""
+        """The taken slots, in the order in which their requests are served: by urgency, then by arrival."""
         if self._order is None:
-            taken = sorted((request.order, request.slot) for request in self.requests if request is not None)
-            self._order = np.array([slot for _, slot in taken], np.int32)
+            rank: list[int] = self.rank.tolist()
+            taken = [request for request in self.requests if request is not None]
+            taken.sort(key=lambda request: (rank[request.slot], request.order))
+            self._order = np.array([request.slot for request in taken], np.int32)
         return self._order
 
     @property
@@ -85,7 +91,7 @@ class SlotTable:
         todo[(self.known >= self.max_known) | self.held | (self.serial < 0)] = 0
         return todo
 
-    def enter(self, request: Request, num_computed: int, account: int = 0) -> None:
+    def enter(self, request: Request, num_computed: int, account: int, rank: int) -> None:
         """Give a request a free slot."""
         submission = request.submission
         prompt_len = len(submission.prompt)
@@ -103,6 +109,9 @@ class SlotTable:
         self.gated[slot] = request.gated
         self.held[slot] = False
         self.account[slot] = account
+        self.rank[slot] = rank
+        deadline = submission.terms.deadline
+        self.deadline[slot] = np.inf if deadline is None else deadline
         self.follow_pages(request)
         self._order = None
 

@@ -41,6 +41,8 @@ class ScheduledStep:
     """[K] the requests in them."""
     rows: IntArray
     """[K] the logit row of each."""
+    accounts: IntArray
+    """[K] whom the tokens are charged to."""
     scored: tuple[ScoredRows, ...]
 
 
@@ -148,6 +150,7 @@ class StepBuilder:
             table.serial[sampling],
             [table.at(slot) for slot in sampling.tolist()],
             row_ends[samples] - 1,
+            table.account[sampling],
             scored,
         )
 
