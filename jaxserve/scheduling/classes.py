@@ -103,7 +103,7 @@ class TenantPolicy:
     """Requests, waiting and running."""
     max_waiting_tokens: int | None = whole(None, 0)
     """Prompt and expected output tokens of its requests that wait."""
-    tokens_per_second: float = number(inf, 0.0, inf)
+    tokens_per_second: float = number(inf, 1e-3, inf)
     """Prompt and output tokens, averaged over `burst` seconds."""
     burst: float = number(60.0, 1e-3, 1e6)
     """Seconds at `tokens_per_second` that may be used at once."""

@@ -1,0 +1,152 @@
+"""Sums over the requests that were let in: how many wait, with how much work, and whose they are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import exp, inf
+
+from jaxserve.scheduling.classes import PriorityClass, TenantPolicy
+from jaxserve.scheduling.drain import DrainRate
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What a request will need, as predicted at the door."""
+
+    tenant: str
+    weight: float
+    """Of the tenant."""
+    num_requests: int
+    """One for each sample: each takes a slot."""
+    num_prompt_tokens: int
+    num_tokens: float
+    """Prompt, and the expected output of all samples."""
+    num_pages: int
+    urgent: bool
+    """Whether it has a deadline, and goes before its tenant's requests that have none."""
+
+
+@dataclass(slots=True)
+class Part:
+    """What one tenant has in a crowd."""
+
+    num_requests: int = 0
+    num_tokens: float = 0.0
+    num_urgent_tokens: float = 0.0
+
+    def add(self, demand: Demand, sign: int) -> None:
+        self.num_requests += sign * demand.num_requests
+        self.num_tokens += sign * demand.num_tokens
+        if demand.urgent:
+            self.num_urgent_tokens += sign * demand.num_tokens
+
+
+class Crowd:
+    """Requests that have been let in and have not started."""
+
+    def __init__(self) -> None:
+        self.num_requests = 0
+        self.num_tokens = 0.0
+        self.num_pages = 0
+        self._parts: dict[str, Part] = {}
+        self._weight = 0.0
+        """Sum over the tenants that have a part."""
+
+    def enter(self, demand: Demand) -> None:
+        part = self._parts.get(demand.tenant)
+        if part is None:
+            part = self._parts[demand.tenant] = Part()
+            self._weight += demand.weight
+        part.add(demand, 1)
+        self._count(demand, 1)
+
+    def exit(self, demand: Demand) -> None:
+        part = self._parts[demand.tenant]
+        part.add(demand, -1)
+        self._count(demand, -1)
+        if not part.num_requests:
+            del self._parts[demand.tenant]
+            self._weight = self._weight - demand.weight if self._parts else 0.0
+        if not self.num_requests:
+            self.num_tokens = 0.0  # What rounding has left.
+
+    def part(self, tenant: str) -> Part:
+        """What a tenant has here; not to be changed."""
+        return self._parts.get(tenant, Part())
+
+    def share(self, demand: Demand) -> float:
+        """The part of the service, from 0 to 1, that is the tenant's by weight once the demand is here."""
+        others = self._weight - (demand.weight if demand.tenant in self._parts else 0.0)
+        return demand.weight / (others + demand.weight)
+
+    def is_full(self, demand: Demand, num_waiting: int, limit: int | None) -> bool:
+        """Whether `num_waiting` of these leave no room for another one under the limit.
+
+        A crowd at its limit still takes requests of a tenant that has less than its share of the limit,
+        lest one tenant's flood shut out the others; but never twice the limit.
+        """
+        if limit is None or num_waiting < limit:
+            return False
+        if num_waiting >= 2 * limit:
+            return True
+        return self.part(demand.tenant).num_requests + 1 > limit * self.share(demand)
+
+    def _count(self, demand: Demand, sign: int) -> None:
+        self.num_requests += sign * demand.num_requests
+        self.num_tokens += sign * demand.num_tokens
+        self.num_pages += sign * demand.num_pages
+
+
+class FadingCount:
+    """A count of events whose older ones fade exponentially."""
+
+    def __init__(self, window: float) -> None:
+        """`window`: seconds after which an event counts for 1/e."""
+        self._window = window
+        self._value = 0.0
+        self._time = 0.0
+
+    def read(self, now: float) -> float:
+        if now > self._time:
+            self._value *= exp((self._time - now) / self._window)
+            self._time = now
+        return self._value
+
+    def add(self, now: float) -> None:
+        self._value = self.read(now) + 1.0
+
+
+class ClassState:
+    """What the door remembers of a class."""
+
+    def __init__(self, priority_class: PriorityClass) -> None:
+        self.priority_class = priority_class
+        self.crowd = Crowd()
+        self.num_running = 0
+        self.drain = DrainRate()
+        self.seconds_per_token = 0.0
+        """From the start of an answer to its end, per output token; 0 until one has been timed."""
+
+
+class TenantState:
+    """What the door remembers of a tenant, over all classes."""
+
+    def __init__(self, policy: TenantPolicy, now: float) -> None:
+        self.policy = policy
+        self.num_open = 0
+        self.level = policy.tokens_per_second * policy.burst
+        """Tokens that it may use now; below 0 after one request that was larger than a burst."""
+        self._time = now
+
+    def refill(self, now: float) -> None:
+        """Time has passed until `now`, in which its rate gave it more to use."""
+        rate = self.policy.tokens_per_second
+        if rate < inf:
+            self.level = min(self.level + rate * max(now - self._time, 0.0), rate * self.policy.burst)
+        self._time = max(self._time, now)
+
+    @property
+    def forgettable(self) -> bool:
+        """Whether a newcomer would be treated alike."""
+        full = self.policy.tokens_per_second * self.policy.burst
+        return not self.num_open and self.level >= full

@@ -1,0 +1,361 @@
+"""The door: who is let in to wait, and what the others are told at once: why, and when to come back.
+
+Nothing here knows of the scheduler. A request that is let in holds a ticket, which is told when it gets a
+slot and when it ends; from these alone come the lengths of the queues and the rates at which they drain.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from dataclasses import dataclass
+from math import ceil
+from typing import Literal
+
+from jaxserve.scheduling.answer_lengths import AnswerLengths
+from jaxserve.scheduling.classes import SchedulerPolicy
+from jaxserve.scheduling.crowd import ClassState, Crowd, Demand, FadingCount, TenantState
+from jaxserve.scheduling.drain import LONGEST_RETRY, SHORTEST_RETRY
+from jaxserve.scheduling.terms import ServiceTerms
+
+Reason = Literal["queue_full", "tokens", "kv", "tenant_quota", "rate", "deadline", "retry_budget"]
+_MAX_TENANTS = 4096
+"""Tenants at which those are forgotten that have nothing open and their whole rate to use."""
+
+
+class OverloadError(Exception):
+    """A request is refused for now. The message names the value and the limit."""
+
+    def __init__(self, reason: Reason, message: str, retry_after: float) -> None:
+        """`retry_after`: seconds after which another try is worth it."""
+        super().__init__(message)
+        self.reason: Reason = reason
+        self.message = message
+        self.retry_after = retry_after
+
+
+@dataclass(frozen=True, slots=True)
+class ClassLoad:
+    """How one class stands."""
+
+    name: str
+    num_waiting: int
+    """Requests that are let in and have no slot."""
+    num_running: int
+    num_waiting_tokens: float
+    num_waiting_pages: int
+    requests_per_second: float
+    """Finished, as measured while some waited; 0 if that is not known yet."""
+    tokens_per_second: float
+
+
+class Ticket:
+    """A request that was let in. Safe to use from any thread; `release` must come, once or more."""
+
+    def __init__(self, gate: AdmissionGate, class_index: int, demand: Demand) -> None:
+        self._gate = gate
+        self.class_index = class_index
+        self.demand = demand
+        self.started_at: float | None = None
+        self.released = False
+
+    def start(self, now: float) -> None:
+        """It has got a slot for the first time. Without this the gate still bounds the sum of all classes,
+        but cannot tell which class waits, nor how long an answer takes."""
+        self._gate.mark_started(self, now)
+
+    def release(self, now: float, num_output: int = 0) -> None:
+        """It has ended, with so many output tokens over all samples. Later calls do nothing."""
+        self._gate.mark_released(self, now, num_output)
+
+
+class AdmissionGate:
+    """Bounded queues, quotas and predictions. Safe to use from several threads."""
+
+    def __init__(self, policy: SchedulerPolicy, *, num_slots: int, num_pages: int, page_size: int) -> None:
+        """`num_pages`: in the pool, of the group that is used up first; `page_size`: tokens on a page.
+
+        Raises ValueError for a count below 1.
+        """
+        for name, value in (("num_slots", num_slots), ("num_pages", num_pages), ("page_size", page_size)):
+            if value < 1:
+                raise ValueError(f"{name} {value} is below 1")
+        self.policy = policy
+        self.num_refused: Counter[Reason] = Counter()
+        self._num_slots = num_slots
+        self._num_pages = num_pages
+        self._page_size = page_size
+        self._classes = [ClassState(one) for one in policy.classes]
+        self._tenants: dict[str, TenantState] = {}
+        self._num_to_tidy = _MAX_TENANTS
+        self._everyone = Crowd()
+        self._num_running = 0
+        self._lengths = AnswerLengths(policy)
+        self._first_tries = FadingCount(policy.retries.window)
+        self._retries = FadingCount(policy.retries.window)
+        self._lock = threading.Lock()
+
+    def admit(
+        self,
+        terms: ServiceTerms,
+        num_prompt_tokens: int,
+        max_tokens: int,
+        now: float,
+        *,
+        num_samples: int = 1,
+    ) -> Ticket:
+        """Let a request in, or raise OverloadError.
+
+        Args:
+            terms: whose it is, how urgent, and its deadline on the same clock as `now`.
+            num_prompt_tokens: known exactly.
+            max_tokens: the longest answer; the expected one is predicted from those before it.
+            now: seconds on any steady clock.
+            num_samples: answers to the prompt.
+
+        Raises ValueError if the priority is no class.
+        """
+        class_index = self.policy.class_index(terms)
+        with self._lock:
+            state = self._classes[class_index]
+            tenant = self._tenant(terms.tenant, now)
+            num_output = num_samples * self._lengths.mean(class_index, max_tokens)
+            num_tokens = num_prompt_tokens + num_output
+            demand = Demand(
+                terms.tenant,
+                tenant.policy.weight,
+                num_samples,
+                num_prompt_tokens,
+                num_tokens,
+                ceil(num_tokens / self._page_size),
+                terms.deadline is not None,
+            )
+            try:
+                self._check_tenant(state, tenant, demand)
+                self._check_queues(state, demand)
+                self._check_prediction(state, demand, terms.deadline, num_output / num_samples, now)
+                self._check_retry(state, terms, now)
+            except OverloadError as error:
+                self.num_refused[error.reason] += 1
+                raise
+            self._enter(state, tenant, demand, terms.is_retry, now)
+        return Ticket(self, class_index, demand)
+
+    def loads(self) -> tuple[ClassLoad, ...]:
+        """How every class of the policy stands."""
+        with self._lock:
+            return tuple(
+                ClassLoad(
+                    state.priority_class.name,
+                    state.crowd.num_requests,
+                    state.num_running,
+                    state.crowd.num_tokens,
+                    state.crowd.num_pages,
+                    state.drain.requests_per_second,
+                    state.drain.tokens_per_second,
+                )
+                for state in self._classes
+            )
+
+    def mark_started(self, ticket: Ticket, now: float) -> None:
+        """See `Ticket.start`."""
+        with self._lock:
+            if ticket.released or ticket.started_at is not None:
+                return
+            state = self._classes[ticket.class_index]
+            state.drain.advance(now, self._num_excess(state.crowd) > 0)
+            ticket.started_at = now
+            self._exit(state, ticket.demand)
+            state.num_running += ticket.demand.num_requests
+            self._num_running += ticket.demand.num_requests
+
+    def mark_released(self, ticket: Ticket, now: float, num_output: int) -> None:
+        """See `Ticket.release`."""
+        with self._lock:
+            if ticket.released:
+                return
+            ticket.released = True
+            state, demand = self._classes[ticket.class_index], ticket.demand
+            backlog = self._num_excess(state.crowd) > 0
+            state.drain.advance(now, backlog)
+            if num_output:
+                self._learn(ticket, state, now, num_output, backlog)
+            if ticket.started_at is None:
+                self._exit(state, demand)
+            else:
+                state.num_running -= demand.num_requests
+                self._num_running -= demand.num_requests
+            tenant = self._tenants[demand.tenant]
+            tenant.num_open -= demand.num_requests
+            tenant.refill(now)
+            served = (
+                0 if ticket.started_at is None and not num_output else demand.num_prompt_tokens + num_output
+            )
+            tenant.level += demand.num_tokens - served
+            if tenant.forgettable:
+                del self._tenants[demand.tenant]
+
+    # Bookkeeping, under the lock -------------------------------------------------------------------------
+
+    def _tenant(self, name: str, now: float) -> TenantState:
+        tenant = self._tenants.get(name)
+        if tenant is None:
+            if len(self._tenants) >= self._num_to_tidy:
+                self._forget_tenants(now)
+            tenant = self._tenants[name] = TenantState(self.policy.tenant(name), now)
+        tenant.refill(now)
+        return tenant
+
+    def _forget_tenants(self, now: float) -> None:
+        for one in self._tenants.values():
+            one.refill(now)
+        self._tenants = {name: one for name, one in self._tenants.items() if not one.forgettable}
+        self._num_to_tidy = max(_MAX_TENANTS, 2 * len(self._tenants))
+
+    def _enter(
+        self, state: ClassState, tenant: TenantState, demand: Demand, is_retry: bool, now: float
+    ) -> None:
+        state.drain.advance(now, self._num_excess(state.crowd) > 0)
+        (self._retries if is_retry else self._first_tries).add(now)
+        tenant.num_open += demand.num_requests
+        tenant.level -= demand.num_tokens
+        state.crowd.enter(demand)
+        self._everyone.enter(demand)
+
+    def _exit(self, state: ClassState, demand: Demand) -> None:
+        state.crowd.exit(demand)
+        self._everyone.exit(demand)
+
+    def _learn(self, ticket: Ticket, state: ClassState, now: float, num_output: int, backlog: bool) -> None:
+        num_samples = ticket.demand.num_requests
+        per_sample = max(round(num_output / num_samples), 1)
+        self._lengths.observe(ticket.class_index, per_sample)
+        if backlog:
+            state.drain.finish(num_samples, ticket.demand.num_prompt_tokens + num_output)
+        if ticket.started_at is not None:
+            measured = max(now - ticket.started_at, 0.0) / per_sample
+            known = state.seconds_per_token
+            state.seconds_per_token = known + (measured - known) / 16 if known else measured
+
+    @property
+    def _num_free(self) -> int:
+        return max(0, self._num_slots - self._num_running)
+
+    def _num_excess(self, crowd: Crowd) -> int:
+        """Requests of those let in for which there is no slot."""
+        return max(0, crowd.num_requests - self._num_free)
+
+    # Refusals, under the lock ----------------------------------------------------------------------------
+
+    def _check_tenant(self, state: ClassState, tenant: TenantState, demand: Demand) -> None:
+        policy, name = tenant.policy, demand.tenant
+        # One of its requests ends after about so many of the class's.
+        num_ends = (state.num_running + state.crowd.num_requests) / max(tenant.num_open, 1)
+        if policy.max_open is not None and tenant.num_open + demand.num_requests > policy.max_open:
+            raise OverloadError(
+                "tenant_quota",
+                f"tenant {name!r} has {tenant.num_open} requests open and asks for {demand.num_requests} "
+                f"more; its limit is {policy.max_open}",
+                state.drain.retry_after(num_ends),
+            )
+        waiting = self._everyone.part(name).num_tokens
+        limit = policy.max_waiting_tokens
+        if limit is not None and waiting and waiting + demand.num_tokens > limit:
+            raise OverloadError(
+                "tenant_quota",
+                f"tenant {name!r} has {waiting:.0f} tokens waiting and asks for {demand.num_tokens:.0f} "
+                f"more; its limit is {limit}",
+                state.drain.retry_after(num_ends),
+            )
+        # A request beyond a whole burst is let in on a full one, and leaves a debt.
+        missing = min(demand.num_tokens, policy.tokens_per_second * policy.burst) - tenant.level
+        if missing > 0.0:
+            rate = policy.tokens_per_second
+            raise OverloadError(
+                "rate",
+                f"tenant {name!r} asks for {demand.num_tokens:.0f} tokens and may use "
+                f"{max(tenant.level, 0.0):.0f} now; its limit is {rate:g} tokens a second",
+                min(max(missing / rate, SHORTEST_RETRY), LONGEST_RETRY),
+            )
+
+    def _check_queues(self, state: ClassState, demand: Demand) -> None:
+        """The bounds on those that wait; a request for which there is a slot is not one of them."""
+        one, crowd = state.priority_class, state.crowd
+        if self._would_wait:
+            total, own = self._num_excess(self._everyone), self._num_excess(crowd)
+            if self._everyone.is_full(demand, total, self.policy.max_waiting):
+                message = f"{total} requests wait already; the limit is {self.policy.max_waiting}"
+                raise OverloadError("queue_full", message, self._drained(state))
+            if crowd.is_full(demand, own, one.max_waiting):
+                message = f"{own} requests of class {one.name!r} wait already; the limit is {one.max_waiting}"
+                raise OverloadError("queue_full", message, self._drained(state))
+        if not crowd.num_requests:
+            return
+        limit = one.max_waiting_tokens
+        if limit is not None and crowd.num_tokens + demand.num_tokens > limit:
+            message = (
+                f"{crowd.num_tokens:.0f} tokens of class {one.name!r} wait already and the request needs "
+                f"{demand.num_tokens:.0f}; the limit is {limit}"
+            )
+            raise OverloadError("tokens", message, self._drained(state))
+        most_pages = one.max_waiting_pools * self._num_pages
+        if crowd.num_pages + demand.num_pages > most_pages:
+            message = (
+                f"requests of class {one.name!r} that wait already are predicted to need {crowd.num_pages} "
+                f"pages and this one {demand.num_pages}; the limit is {most_pages:.0f}"
+            )
+            raise OverloadError("kv", message, self._drained(state))
+
+    def _check_prediction(
+        self, state: ClassState, demand: Demand, deadline: float | None, num_output: float, now: float
+    ) -> None:
+        """A deadline, or the longest wait of the class, that will be missed as things go."""
+        if deadline is not None and deadline <= now:
+            message = f"the deadline passed {now - deadline:.3g} seconds ago"
+            raise OverloadError("deadline", message, SHORTEST_RETRY)
+        if not (self._would_wait and state.drain.confident):
+            return
+        one = state.priority_class
+        wait = self._predict_wait(state, demand)
+        if wait > one.max_wait:
+            message = (
+                f"a request of class {one.name!r} would wait {wait:.3g} seconds; "
+                f"the limit is {one.max_wait:g}"
+            )
+            raise OverloadError("queue_full", message, self._drained(state))
+        needed = wait + state.seconds_per_token * num_output
+        if deadline is not None and now + needed > deadline:
+            message = (
+                f"the answer would take {needed:.3g} seconds, {wait:.3g} of them in the queue; "
+                f"the deadline leaves {deadline - now:.3g}"
+            )
+            raise OverloadError("deadline", message, self._drained(state))
+
+    def _check_retry(self, state: ClassState, terms: ServiceTerms, now: float) -> None:
+        if not (terms.is_retry and self._would_wait):
+            return
+        budget = self.policy.retries
+        limit = max(budget.ratio * self._first_tries.read(now), float(budget.at_least))
+        num_retries = self._retries.read(now)
+        if num_retries + 1.0 > limit:
+            message = (
+                f"{num_retries:.0f} retries were let in within {budget.window:g} seconds; the limit is "
+                f"{limit:.0f}, {budget.ratio:.0%} of the first tries and at least {budget.at_least}"
+            )
+            raise OverloadError("retry_budget", message, self._drained(state))
+
+    @property
+    def _would_wait(self) -> bool:
+        return self._everyone.num_requests >= self._num_free
+
+    def _drained(self, state: ClassState) -> float:
+        """Seconds in which those of the class that wait get their slots, and one more."""
+        return state.drain.retry_after(self._num_excess(state.crowd) + 1)
+
+    def _predict_wait(self, state: ClassState, demand: Demand) -> float:
+        """Seconds until the request starts: what is ahead of it at the measured rate, at most all of the
+        class, and no more than what its tenant has there at the tenant's share of the rate."""
+        crowd, rate = state.crowd, state.drain.tokens_per_second
+        part = crowd.part(demand.tenant)
+        ahead = part.num_urgent_tokens if demand.urgent else part.num_tokens
+        return min(crowd.num_tokens, ahead / crowd.share(demand)) / rate

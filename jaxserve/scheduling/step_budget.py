@@ -1,0 +1,156 @@
+"""How many prompt tokens a step may compute beside the running answers, so that these stay fluent."""
+
+from __future__ import annotations
+
+from math import inf
+
+import numpy as np
+
+from jaxserve.plan import EngineLimits, StepShape
+
+_FEATURES = 3
+_SCALES = np.array([1.0, 256.0, 256.0])
+_PRIOR = np.array([2e-3, 2e-5, 0.0]) * _SCALES
+"""Seconds for a step, for 256 rows of its shape and for 256 rows in use, until something is measured."""
+_PRIOR_WEIGHT = 1e-2
+"""In steps: just enough to fill in what has not been measured."""
+_FORGET = 0.995
+"""What a measured step still counts for after one more: the last few hundred matter."""
+_OUTLIER_ERRORS, _OUTLIER_PART = 4.0, 0.25
+"""A step that is off by more typical errors, and this part of what was expected, is a hiccup."""
+_EAGER = 32
+"""Steps at first after each of which the model is solved; then after every eighth."""
+
+
+class StepTimes:
+    """Predicts a step's seconds: a + b * rows of the compiled shape + c * rows in use, and a correction for
+    each shape that has been measured.
+
+    Weighted least squares over the latest steps. A measurement far from what was expected is cut to where
+    outliers begin: a pause of the machine teaches next to nothing, while a lasting change is learnt within
+    some dozens of steps.
+    """
+
+    def __init__(self) -> None:
+        self._gram = np.zeros((_FEATURES, _FEATURES))
+        self._moment = np.zeros(_FEATURES)
+        self._coefficients: list[float] = (_PRIOR / _SCALES).tolist()
+        self._corrections: dict[int, float] = {}
+        self._error = 0.0
+        self._num_seen = 0
+
+    def predict(self, shape_rows: int, num_rows: int) -> float:
+        """Seconds of a step of that shape with so many rows in use."""
+        return max(self._trend(shape_rows, num_rows) + self._corrections.get(shape_rows, 0.0), 0.0)
+
+    def observe(self, shape_rows: int, num_rows: int, seconds: float) -> None:
+        """A step took so long. Raises ValueError for a time that no clock could show."""
+        if not 0.0 <= seconds < inf:
+            raise ValueError(f"a step cannot take {seconds} seconds")
+        seconds = self._without_hiccup(self.predict(shape_rows, num_rows), seconds)
+        features = np.array([1.0, shape_rows, num_rows]) / _SCALES
+        self._gram = _FORGET * self._gram + np.outer(features, features)
+        self._moment = _FORGET * self._moment + features * seconds
+        self._num_seen += 1
+        if self._num_seen <= _EAGER or self._num_seen % 8 == 0:
+            self._solve()
+        correction = self._corrections.get(shape_rows, 0.0)
+        missed = seconds - self._trend(shape_rows, num_rows) - correction
+        self._corrections[shape_rows] = correction + missed / 8
+
+    def _trend(self, shape_rows: int, num_rows: int) -> float:
+        base, per_shape_row, per_row = self._coefficients
+        return base + per_shape_row * shape_rows + per_row * num_rows
+
+    def _without_hiccup(self, expected: float, seconds: float) -> float:
+        surprise = seconds - expected
+        if self._num_seen >= _EAGER:
+            limit = _OUTLIER_ERRORS * self._error + _OUTLIER_PART * expected
+            surprise = min(max(surprise, -limit), limit)
+        self._error += (abs(surprise) - self._error) / min(self._num_seen + 1, 64)
+        return expected + surprise
+
+    def _solve(self) -> None:
+        """Least squares under the rule that nothing takes less time by being more."""
+        gram = self._gram + _PRIOR_WEIGHT * np.eye(_FEATURES)
+        moment = self._moment + _PRIOR_WEIGHT * _PRIOR
+        kept = list(range(_FEATURES))
+        solution = np.zeros(_FEATURES)
+        while kept:
+            part = np.linalg.solve(gram[np.ix_(kept, kept)], moment[kept])
+            if part.min() >= 0.0:
+                solution[kept] = part
+                break
+            del kept[int(part.argmin())]
+        self._coefficients = (solution / _SCALES).tolist()
+
+
+class TokenBudget:
+    """Chooses how much prompt goes into a step, on the ladder of compiled shapes."""
+
+    def __init__(
+        self, limits: EngineLimits, *, max_chunk: int | None = None, headroom: float = 0.9, max_pause: int = 8
+    ) -> None:
+        """Args:
+            limits: the compiled shapes.
+            max_chunk: the most prompt tokens in a step; by default as many as the largest shape holds.
+            headroom: part of the target that a step's predicted time may take.
+            max_pause: steps in a row that may have no prompt token while answers are at their target.
+
+        Raises ValueError for values out of range.
+        """
+        largest = limits.chunk_shapes[-1].rows
+        self._max_chunk = largest if max_chunk is None else max_chunk
+        if not 1 <= self._max_chunk <= largest:
+            raise ValueError(f"max_chunk {max_chunk} is out of range: it must be from 1 to {largest}")
+        if not 0.0 < headroom <= 1.0:
+            raise ValueError(f"headroom {headroom} is out of range: it must be above 0 and at most 1")
+        if max_pause < 0:
+            raise ValueError(f"max_pause {max_pause} is negative")
+        self._limits = limits
+        self._headroom = headroom
+        self._max_pause = max_pause
+        self._num_paused = 0
+        self.times = StepTimes()
+
+    def observe(self, shape_rows: int, num_rows: int, seconds: float) -> None:
+        """A step of `shape_rows` compiled rows, `num_rows` of them in use, took so long."""
+        self.times.observe(shape_rows, num_rows, seconds)
+
+    def budget(self, num_decoding: int, tightest_tpot: float = inf) -> int:
+        """Prompt tokens that the next step may compute; ask only when there is a prompt to compute.
+
+        The largest shape whose predicted time keeps `tightest_tpot`, the lowest target in seconds among the
+        `num_decoding` requests that have a row each, less these rows. If not even the smallest keeps it,
+        0 in most steps, and that smallest one's room in one of `max_pause` + 1, so that prompts move on.
+        """
+        ladder = self._limits.chunk_shapes
+        shapes = [shape for shape in ladder if self._room(shape, num_decoding)]
+        if not shapes:
+            largest = ladder[-1]  # Whatever is left beside the answers, little as it is.
+            return max(0, min(largest.rows - num_decoding, self._max_chunk))
+        target = tightest_tpot * self._headroom if num_decoding else inf
+        kept = [shape for shape in shapes if self.times.predict(shape.rows, shape.rows) <= target]
+        if kept:
+            self._num_paused = 0
+            return self._most(kept, num_decoding)
+        if self._num_paused < self._max_pause:
+            self._num_paused += 1
+            return 0
+        self._num_paused = 0
+        return self._room(shapes[0], num_decoding)
+
+    def _most(self, shapes: list[StepShape], num_decoding: int) -> int:
+        """The room of the largest shape that `max_chunk` can fill, to the row: a chunk that spilled a few
+        rows into the next shape would pay for all of it. Only if that leaves less than half a chunk, more."""
+        for shape in shapes:
+            if shape.rows >= max(self._max_chunk, 2 * num_decoding):
+                return self._room(shape, num_decoding)
+        return self._room(shapes[-1], num_decoding)
+
+    def _room(self, shape: StepShape, num_decoding: int) -> int:
+        """Prompt tokens that fit beside the answers; 0 if so few that the shape is not worth its price."""
+        room = shape.rows - num_decoding
+        if min(shape.sequences, shape.logit_rows) <= num_decoding or room < max(1, shape.rows // 8):
+            return 0
+        return min(room, self._max_chunk)
