@@ -71,17 +71,15 @@ def _named_command(arguments: Iterable[str]) -> str | None:
 
 
 def _added_commands(named: str | None) -> list[Command]:
-    """Commands of other packages: the named one, or all of them where none is named."""
+    """Commands of other packages: the named one, or all of them where there is no such command to name."""
     built_in = {command.name for command in BUILT_IN}
     if named in built_in:
         return []
     import importlib.metadata  # takes as long as all the rest of a start
 
     entry_points = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
-    if named is not None:
-        entry_points = entry_points.select(name=named)
     unique = {entry.name: entry for entry in entry_points if entry.name not in built_in}
-    return [_load(unique[name]) for name in sorted(unique)]
+    return [_load(unique[name]) for name in sorted(unique) if named not in unique or name == named]
 
 
 def _load(entry_point: EntryPoint) -> Command:

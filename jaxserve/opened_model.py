@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
 from jaxserve.async_engine import Engine
 from jaxserve.config import LogprobsMode
+from jaxserve.interrupts import interrupts_kept
 from jaxserve.loop import HostLoop
 from jaxserve.plan import SamplingParams, StepEngine
 from jaxserve.progress import StageBars
@@ -50,12 +51,19 @@ class OpenedModel:
     def build_engine(self, options: EngineOptions, *, progress: bool = False) -> DeviceEngine:
         """Load the weights and compile. `progress` shows bars on standard error if it takes long.
 
+        Ctrl-C ends it, at the latest after the tensor and the program that are in the making.
+
         Raises ValueError, naming the value and the limit, for options that cannot be met.
         """
         from jaxserve.engine.build import build_engine
 
-        with StageBars(progress) as bars:
-            return build_engine(self.checkpoint, options, on_progress=bars)
+        with StageBars(progress) as bars, interrupts_kept() as check_interrupt:
+
+            def on_progress(stage: str, done: int, total: int) -> None:
+                check_interrupt()
+                bars(stage, done, total)
+
+            return build_engine(self.checkpoint, options, on_progress=on_progress)
 
 
 def open_model(name: str | os.PathLike[str], *, progress: bool = False) -> OpenedModel:

@@ -464,6 +464,16 @@ def test_other_packages_add_commands(capsys: pytest.CaptureFixture[str], model: 
     assert "cannot load extra_nonesuch" in " ".join(out.split())
 
 
+@pytest.mark.usefixtures("added")
+def test_a_mistyped_command_is_told_of_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["helo", "you"])
+    assert left.value.code == 2
+    err = capsys.readouterr().err
+    for name in ("'helo'", "generate", "pull", "hello"):
+        assert name in err
+
+
 # For real --------------------------------------------------------------------------------------------------
 
 

@@ -6,8 +6,10 @@ import asyncio
 import gc
 import json
 import os
+import re
 import shutil
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -142,6 +144,7 @@ def test_bars_of_stages_that_go_on_side_by_side(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("jaxserve.progress._DELAY_SECONDS", 0.0)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     for shown in (True, False):
         with StageBars(shown) as bars:
             for done in range(1, 4):
@@ -149,6 +152,17 @@ def test_bars_of_stages_that_go_on_side_by_side(
                 bars("compile", done, 5)
         err = capsys.readouterr().err
         assert ("Loading" in err, "Compiling" in err) == (shown, shown)
+
+
+def test_lines_instead_of_bars_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    for shown in (True, False):
+        with StageBars(shown) as bars:
+            for done in range(1, 4):
+                bars("load", done, 3)
+                bars("compile", done, 5)
+        err = capsys.readouterr().err
+        assert bool(re.fullmatch(r"Loading: 3 tensors in \d+\.\d s\n", err)) is shown
+        assert shown or not err
 
 
 # Chat ------------------------------------------------------------------------------------------------------

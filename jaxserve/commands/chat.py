@@ -7,7 +7,7 @@ import contextlib
 import sys
 from typing import TYPE_CHECKING
 
-from jaxserve.commands.command import add_verbose_argument, say, shows_status
+from jaxserve.commands.command import add_verbose_argument, loading, say, shows_status
 from jaxserve.commands.generate import summarize
 from jaxserve.commands.options import (
     add_engine_arguments,
@@ -44,15 +44,17 @@ class Chat:
 
     def run(self, args: argparse.Namespace) -> int:
         params = read_sampling(args)
-        from jaxserve.opened_model import open_model
+        with loading(args):
+            from jaxserve.opened_model import open_model
 
-        model = open_model(args.model, progress=shows_status(args))
-        if "default" not in model.tokenizer.chat_templates:
-            raise ValueError(f"{args.model} has no chat template: use `jaxserve generate`")
-        from jaxserve.llm import LLM
+            model = open_model(args.model, progress=shows_status(args))
+            if "default" not in model.tokenizer.chat_templates:
+                raise ValueError(f"{args.model} has no chat template: use `jaxserve generate`")
+            from jaxserve.llm import LLM
 
-        settings = read_engine_settings(args, num_slots=1)
-        with LLM(model, progress=shows_status(args), **settings) as llm:
+            settings = read_engine_settings(args, num_slots=1)
+            llm = LLM(model, progress=shows_status(args), **settings)
+        with llm:
             conversation = _Conversation(llm, params, args.system, timings=args.verbose)
             with contextlib.suppress(ImportError):
                 import readline  # noqa: F401 - gives input() line editing and a history

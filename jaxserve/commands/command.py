@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
+
+from jaxserve.interrupts import interrupts_kept
 
 
 class Command(Protocol):
@@ -43,6 +47,15 @@ def add_verbose_argument(parser: argparse.ArgumentParser) -> None:
 def shows_status(args: argparse.Namespace) -> bool:
     """Whether bars and timings belong on standard error."""
     return args.verbose or sys.stderr.isatty()
+
+
+@contextmanager
+def loading(args: argparse.Namespace) -> Iterator[None]:
+    """Around all that makes `args.model` ready: says so at once, and no Ctrl-C is lost in it."""
+    if shows_status(args):
+        say(f"loading {args.model}")
+    with interrupts_kept():
+        yield
 
 
 def say(text: str) -> None:

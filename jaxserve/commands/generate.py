@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxserve.commands.command import add_verbose_argument, say, shows_status
+from jaxserve.commands.command import add_verbose_argument, loading, say, shows_status
 from jaxserve.commands.options import (
     add_engine_arguments,
     add_sampling_arguments,
@@ -56,14 +56,16 @@ class Generate:
         params = read_sampling(args, n=args.n, logprobs=args.logprobs)
         text = _read_prompt(args)
         started = time.monotonic()
-        from jaxserve.opened_model import open_model
+        with loading(args):
+            from jaxserve.opened_model import open_model
 
-        model = open_model(args.model, progress=shows_status(args))
-        prompt = _prepare(args, text, model.tokenizer)
-        from jaxserve.llm import LLM
+            model = open_model(args.model, progress=shows_status(args))
+            prompt = _prepare(args, text, model.tokenizer)
+            from jaxserve.llm import LLM
 
-        settings = read_engine_settings(args, num_slots=min(args.n, _MAX_SLOTS))
-        with LLM(model, progress=shows_status(args), **settings) as llm:
+            settings = read_engine_settings(args, num_slots=min(args.n, _MAX_SLOTS))
+            llm = LLM(model, progress=shows_status(args), **settings)
+        with llm:
             load_seconds = time.monotonic() - started
             output = _answer(llm.stream(prompt, params), show=args.n == 1 and not args.json)
         if args.json:
