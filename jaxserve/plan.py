@@ -7,7 +7,7 @@ host predicts both exactly one step ahead, which lets it plan a step before it h
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any, Literal, NamedTuple, Protocol
@@ -119,6 +119,15 @@ class SamplingParams:
     def greedy(self) -> bool:
         return self.temperature == 0.0
 
+    def permitted_tokens(self, vocab_size: int) -> npt.NDArray[np.uint32] | None:
+        """What allowed_token_ids and bad_token_ids leave, in words as of `pack_token_ids`; None if all."""
+        if self.allowed_token_ids is None and not self.bad_token_ids:
+            return None
+        not_bad = ~pack_token_ids(self.bad_token_ids or (), vocab_size)
+        if self.allowed_token_ids is None:
+            return not_bad
+        return pack_token_ids(self.allowed_token_ids, vocab_size) & not_bad
+
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise ValueError if any token id that this names lies outside [0, vocab_size)."""
         named: list[tuple[str, Sequence[int]]] = [
@@ -131,6 +140,13 @@ class SamplingParams:
             for token_id in ids:
                 if not 0 <= token_id < vocab_size:
                     raise ValueError(f"{name} has token id {token_id}; the vocabulary has {vocab_size} ids")
+
+
+def pack_token_ids(token_ids: Iterable[int], vocab_size: int) -> npt.NDArray[np.uint32]:
+    """[ceil(V / 32)] a bit for each of these token ids, the lowest first. Ids are within the vocabulary."""
+    bits = np.zeros(-(-vocab_size // 32) * 32, np.bool_)
+    bits[np.fromiter(token_ids, np.int64)] = True
+    return np.packbits(bits, bitorder="little").view(np.uint32)
 
 
 def _check_range(name: str, value: Any, low: float, high: float) -> None:
