@@ -39,6 +39,7 @@ from jaxserve.planning import (
 from jaxserve.planning.footprint import KV_BYTES, WEIGHT_BYTES
 from jaxserve.planning.plots import draw_timelines
 from jaxserve.planning.policies import POLICIES
+from jaxserve.scheduling.classes import DEFAULT_CLASSES
 
 TRACE_FOLDER = Path(__file__).resolve().parents[2] / "shared" / "data" / "traces"
 """Public traces that lie beside a development checkout."""
@@ -71,6 +72,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     traffic.add_argument("--tenants", type=shares, help="assigned at random by shares: a=0.8,b=0.2")
     traffic.add_argument("--priorities", type=shares, help="likewise: interactive=0.5,default=0.5")
     traffic.add_argument("--max-tokens", type=int, default=2048, help="that every client asks for at most")
+    traffic.add_argument("--deadline", type=float, help="seconds after which an answer is worth nothing")
+    traffic.add_argument("--retries", type=int, default=0, help="of clients that are turned away")
     traffic.add_argument("--seed", type=int, default=0)
     machine = parser.add_argument_group("machine")
     machine.add_argument("--chip", choices=CHIPS, default="v5e")
@@ -205,9 +208,14 @@ def print_load(load: float, summaries: Mapping[str, Summary]) -> None:
         )
 
 
-def default_targets(args: argparse.Namespace, trace: Trace) -> dict[str, Target]:
-    priorities = sorted({request.priority for request in trace.requests})
-    return {name: Target(ttft=args.ttft or 5.0, tpot=args.tpot or 0.1) for name in priorities}
+def class_targets(args: argparse.Namespace, trace: Trace) -> dict[str, Target]:
+    """For each class in the trace what was asked for, or what the product's class aims at."""
+    classes = {one.name: one for one in DEFAULT_CLASSES}
+    present = sorted({request.priority for request in trace.requests})
+    return {
+        name: Target(ttft=args.ttft or classes[name].ttft_target, tpot=args.tpot or classes[name].tpot_target)
+        for name in present
+    }
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -216,11 +224,15 @@ def main(arguments: list[str] | None = None) -> None:
         trace = open_trace(args)
         cost, limits = build_machine(args, trace)
         options = SimulationOptions(
-            host_seconds=args.host_us * 1e-6, max_tokens=args.max_tokens, seed=args.seed
+            host_seconds=args.host_us * 1e-6,
+            max_tokens=args.max_tokens,
+            deadline=args.deadline,
+            retries=args.retries,
+            seed=args.seed,
         )
     except (ValueError, OSError) as error:
         sys.exit(f"benchmarks.simulate: {error}")
-    setting = Setting(trace, cost, limits, options, default_targets(args, trace))
+    setting = Setting(trace, cost, limits, options, class_targets(args, trace))
     print_setting(setting)
     results: list[dict[str, object]] = []
     timelines: dict[str, Simulation] = {}

@@ -5,9 +5,10 @@ from jaxserve.planning.chips import CHIPS, Chip, find_chip
 from jaxserve.planning.cost_model import CostModel, Efficiency, StepCost
 from jaxserve.planning.footprint import Footprint
 from jaxserve.planning.models import MODELS, find_model
+from jaxserve.planning.policies import POLICIES
 from jaxserve.planning.prompts import PromptMaker
 from jaxserve.planning.report import GroupSummary, Spread, Summary, Target, summarise, table
-from jaxserve.planning.simulator import Simulation, SimulationOptions, simulate
+from jaxserve.planning.simulator import Contender, Simulation, SimulationOptions, simulate
 from jaxserve.planning.trace_files import read_trace, write_trace
 from jaxserve.planning.traces import BLOCK_TOKENS, Trace, TraceRequest
 from jaxserve.planning.virtual_engine import VirtualClock, VirtualEngine, virtual_limits
@@ -16,11 +17,13 @@ __all__ = [
     "BLOCK_TOKENS",
     "CHIPS",
     "Chip",
+    "Contender",
     "CostModel",
     "Efficiency",
     "Footprint",
     "GroupSummary",
     "MODELS",
+    "POLICIES",
     "PromptMaker",
     "Simulation",
     "SimulationOptions",

@@ -3,15 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 from jaxserve.loop import HostLoop
-from jaxserve.planning.simulator import MakeLoop
+from jaxserve.plan import EngineLimits
+from jaxserve.planning.simulator import Contender
 from jaxserve.planning.virtual_engine import VirtualClock, VirtualEngine
+from jaxserve.scheduling.classes import SchedulerPolicy
+from jaxserve.scheduling.overload import AdmissionGate
 
 
-def first_come_first_served(engine: VirtualEngine, clock: VirtualClock) -> HostLoop:
-    """Everybody in the order of arrival, and nobody refused."""
-    return HostLoop(engine, clock=clock)
+def contender(policy: SchedulerPolicy, *, gated: bool) -> Contender:
+    """The product's loop under a policy; with its door, or letting everybody in to wait."""
+    gate = partial(_make_gate, policy) if gated else None
+    return Contender(make_loop=partial(_make_loop, policy), make_gate=gate)
 
 
-POLICIES: Mapping[str, MakeLoop] = {"fcfs": first_come_first_served}
+def _make_loop(policy: SchedulerPolicy, engine: VirtualEngine, clock: VirtualClock) -> HostLoop:
+    return HostLoop(engine, clock=clock, policy=policy)
+
+
+def _make_gate(policy: SchedulerPolicy, limits: EngineLimits) -> AdmissionGate:
+    return AdmissionGate(
+        policy,
+        num_slots=limits.num_slots,
+        num_pages=min(limits.num_pages) - 1,
+        page_size=limits.page_size,
+    )
+
+
+POLICIES: Mapping[str, Contender] = {
+    "fcfs": contender(SchedulerPolicy.first_come(), gated=False),
+    "fair": contender(SchedulerPolicy(), gated=True),
+}
+"""First come, first served, as engines without classes do; ours, with the default classes and limits."""

@@ -32,6 +32,8 @@ class Records:
         self.cached_tokens = np.zeros(num, np.int64)
         """Prompt tokens found in the prefix cache."""
         self.preemptions = np.zeros(num, np.int64)
+        self.num_retries = np.zeros(num, np.int64)
+        """Times that the client came back after it had been turned away."""
         self.outcome = np.full(num, OPEN, object)
         """Completed, open, the reason of a refusal, or how the request was cut off."""
         self.rejected = np.zeros(num, np.bool_)

@@ -7,20 +7,19 @@ Requests are handed in when their time has come, as a server's would be: between
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import cast
 
 from jaxserve.loop import HostLoop
 from jaxserve.outputs import AnswerDelta, RequestOutput
 from jaxserve.plan import EngineLimits, SamplingParams
+from jaxserve.planning.arrivals import Arrival, Arrivals
 from jaxserve.planning.prompts import PromptMaker
 from jaxserve.planning.records import COMPLETED, Records, Timeline
 from jaxserve.planning.traces import Trace, TraceRequest
 from jaxserve.planning.virtual_engine import StepTimer, VirtualClock, VirtualEngine, answer_seed
+from jaxserve.scheduling.overload import AdmissionGate, OverloadError, Ticket
 from jaxserve.scheduling.terms import ServiceTerms
-
-MakeLoop = Callable[[VirtualEngine, VirtualClock], HostLoop]
-"""The scheduler and the loop to try, over an engine and with a clock."""
 
 _PATIENCE = 3600.0
 """Seconds of virtual time without any progress after which a simulation gives up."""
@@ -28,9 +27,21 @@ _NAP = 0.01
 """Seconds that pass while requests are held back and nothing runs."""
 
 
+@dataclass(frozen=True)
+class Contender:
+    """What is under trial."""
+
+    make_loop: Callable[[VirtualEngine, VirtualClock], HostLoop] = field(
+        default=lambda engine, clock: HostLoop(engine, clock=clock)
+    )
+    """The scheduler and the loop, over an engine and with a clock."""
+    make_gate: Callable[[EngineLimits], AdmissionGate] | None = None
+    """The door in front of them; None lets everybody in."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SimulationOptions:
-    """What is the same for every policy that is compared."""
+    """What is the same for every contender."""
 
     host_seconds: float = 300e-6
     """What the host takes for each step, in plan and commit together."""
@@ -39,6 +50,8 @@ class SimulationOptions:
     Answers end where the trace says, which the scheduler cannot know."""
     deadline: float | None = None
     """Seconds after its arrival at which an answer is worth nothing to its client; None is never."""
+    retries: int = 0
+    """Times that a client that is turned away tries again, after the delay that it was told."""
     seed: int = 0
     """Of the prompts' tokens."""
 
@@ -64,7 +77,7 @@ def simulate(
     trace: Trace,
     limits: EngineLimits,
     step_seconds: StepTimer,
-    make_loop: MakeLoop = lambda engine, clock: HostLoop(engine, clock=clock),
+    contender: Contender | None = None,
     options: SimulationOptions | None = None,
     on_end: Callable[[], object] = lambda: None,
 ) -> Simulation:
@@ -74,13 +87,44 @@ def simulate(
         trace: who comes when.
         limits: the engine's slots, pages and shapes, of `virtual_limits` for instance.
         step_seconds: how long a step takes; a cost model's method, or anything else.
-        make_loop: the scheduler under trial; by default a plain `HostLoop`.
-        options: what is the same for every scheduler.
+        contender: what is under trial; by default a plain `HostLoop` without a door.
+        options: what is the same for every contender.
         on_end: called for each request that has ended, refused ones included.
 
     Raises RuntimeError if the loop holds requests and does nothing for an hour of virtual time.
     """
-    return _Replay(trace, limits, step_seconds, make_loop, options or SimulationOptions(), on_end).run()
+    replay = _Replay(trace, limits, step_seconds, contender or Contender(), options or SimulationOptions())
+    return replay.run(on_end)
+
+
+class _Door:
+    """Lets clients in by a gate, which hears of each one's start and end; without one, lets all in."""
+
+    def __init__(self, gate: AdmissionGate | None, clock: VirtualClock) -> None:
+        self._gate = gate
+        self._clock = clock
+        self._waiting: dict[str, Ticket] = {}
+        self._started: dict[str, Ticket] = {}
+
+    def admit(self, request_id: str, terms: ServiceTerms, num_prompt_tokens: int, max_tokens: int) -> None:
+        """Raises OverloadError for whom the gate turns away."""
+        if self._gate is not None:
+            ticket = self._gate.admit(terms, num_prompt_tokens, max_tokens, self._clock.now)
+            self._waiting[request_id] = ticket
+
+    def see(self, deltas: Sequence[AnswerDelta]) -> None:
+        """Who answers for the first time has started by now."""
+        for delta in deltas if self._waiting else ():
+            ticket = self._waiting.pop(delta.request_id, None)
+            if ticket is not None:
+                ticket.start(self._clock.now)
+                self._started[delta.request_id] = ticket
+
+    def leave(self, request_id: str, num_output: int) -> None:
+        """A request has ended, or could not be taken in after all."""
+        ticket = self._waiting.pop(request_id, None) or self._started.pop(request_id, None)
+        if ticket is not None:
+            ticket.release(self._clock.now, num_output)
 
 
 class _Replay:
@@ -89,29 +133,32 @@ class _Replay:
         trace: Trace,
         limits: EngineLimits,
         step_seconds: StepTimer,
-        make_loop: MakeLoop,
+        contender: Contender,
         options: SimulationOptions,
-        on_end: Callable[[], object],
     ) -> None:
         self._trace = trace
-        self._on_end = on_end
         self._options = options
         self._clock = VirtualClock()
         self._engine = VirtualEngine(limits, step_seconds, self._clock, host_seconds=options.host_seconds)
-        self._loop = make_loop(self._engine, self._clock)
+        self._loop = contender.make_loop(self._engine, self._clock)
+        gate = None if contender.make_gate is None else contender.make_gate(limits)
+        self._door = _Door(gate, self._clock)
         self._prompts = PromptMaker(limits.vocab_size, seed=options.seed)
         self._records = Records(trace)
         self._timeline = Timeline()
-        self._num_arrived = 0
+        self._arrivals = Arrivals(trace)
         self._moved_at = 0.0
+        self._on_end: Callable[[], object] = lambda: None
 
-    def run(self) -> Simulation:
+    def run(self, on_end: Callable[[], object]) -> Simulation:
+        self._on_end = on_end
         while True:
-            self._add_arrivals()
+            for arrival, request in self._arrivals.due(self._clock.now):
+                self._add(arrival, request)
             if not self._loop.idle:
                 self._step()
-            elif self._num_arrived < len(self._trace):
-                self._clock.advance_to(self._trace.requests[self._num_arrived].arrival)
+            elif self._arrivals.next_time < float("inf"):
+                self._clock.advance_to(self._arrivals.next_time)
             else:
                 break
         self._timeline.add(self._clock.now, self._loop.snapshot())
@@ -126,38 +173,48 @@ class _Replay:
             num_computed_tokens=self._engine.num_computed_tokens,
         )
 
-    def _add_arrivals(self) -> None:
-        requests = self._trace.requests
-        while self._num_arrived < len(requests) and requests[self._num_arrived].arrival <= self._clock.now:
-            self._add(self._num_arrived)
-            self._num_arrived += 1
-
-    def _add(self, number: int) -> None:
-        request = self._trace.requests[number]
-        params = SamplingParams(
-            temperature=0.0,
-            max_tokens=max(self._options.max_tokens, request.output_tokens),
-            seed=answer_seed(request.output_tokens),
+    def _add(self, arrival: Arrival, request: TraceRequest) -> None:
+        """Let a client in, or note why not."""
+        name, options = str(arrival.number), self._options
+        max_tokens = max(options.max_tokens, request.output_tokens)
+        terms = ServiceTerms(
+            tenant=request.tenant,
+            priority=request.priority,
+            deadline=None if options.deadline is None else request.arrival + options.deadline,
+            is_retry=arrival.num_tries > 0,
         )
-        prompt = self._prompts.prompt(request, number)
         try:
-            self._loop.add(str(number), cast(Sequence[int], prompt), params, terms=self._terms(request))
+            self._door.admit(name, terms, request.prompt_tokens, max_tokens)
+        except OverloadError as refusal:
+            if arrival.num_tries < options.retries:
+                self._records.num_retries[arrival.number] += 1
+                self._arrivals.come_back(arrival, self._clock.now + refusal.retry_after)
+            else:
+                self._refuse(arrival, refusal.reason)
+            return
+        params = SamplingParams(
+            temperature=0.0, max_tokens=max_tokens, seed=answer_seed(request.output_tokens)
+        )
+        # An array is a sequence of ints in all but name, at a tenth of the memory.
+        prompt = cast(Sequence[int], self._prompts.prompt(request, arrival.number))
+        try:
+            self._loop.add(name, prompt, params, terms=terms)
         except ValueError:
-            self._records.reject(number, "too long", self._clock.now)
-            self._on_end()
+            self._door.leave(name, 0)
+            self._refuse(arrival, "too long")
 
-    def _terms(self, request: TraceRequest) -> ServiceTerms:
-        patience = self._options.deadline
-        deadline = None if patience is None else request.arrival + patience
-        return ServiceTerms(tenant=request.tenant, priority=request.priority, deadline=deadline)
+    def _refuse(self, arrival: Arrival, reason: str) -> None:
+        self._records.reject(arrival.number, reason, self._clock.now)
+        self._on_end()
 
     def _step(self) -> None:
         engine, clock = self._engine, self._clock
         before = (engine.num_dispatched, engine.num_collected)
         deltas = self._loop.step()
+        self._door.see(deltas)
         for delta in deltas:
             if delta.output is not None:
-                self._end(delta, delta.output)
+                self._finish(delta, delta.output)
         if self._timeline.due(clock.now):
             self._timeline.add(clock.now, self._loop.snapshot())
         if deltas or before != (engine.num_dispatched, engine.num_collected):
@@ -167,16 +224,18 @@ class _Replay:
 
     def _nap(self) -> None:
         """Nothing runs, and what waits is held back: time passes."""
-        now, arrivals = self._clock.now, self._trace.requests[self._num_arrived :][:1]
+        now = self._clock.now
         if now - self._moved_at > _PATIENCE:
             raise RuntimeError(
                 f"the loop holds {self._loop.num_open} requests at {now:.1f} s and has done nothing "
                 f"since {self._moved_at:.1f} s"
             )
-        self._clock.advance_to(min([now + _NAP, *(request.arrival for request in arrivals)]))
+        self._clock.advance_to(min(now + _NAP, self._arrivals.next_time))
 
-    def _end(self, delta: AnswerDelta, output: RequestOutput) -> None:
+    def _finish(self, delta: AnswerDelta, output: RequestOutput) -> None:
         reason = delta.finish_reason
         outcome = COMPLETED if reason in ("stop", "length") else str(reason)
-        self._records.finish(int(delta.request_id), outcome, output)
+        number = int(delta.request_id)
+        self._records.finish(number, outcome, output)
+        self._door.leave(delta.request_id, int(self._records.output_tokens[number]))
         self._on_end()

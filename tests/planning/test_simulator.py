@@ -12,6 +12,7 @@ from jaxserve.outputs import AnswerDelta
 from jaxserve.plan import EngineLimits, SamplingParams
 from jaxserve.planning import (
     MODELS,
+    Contender,
     CostModel,
     Footprint,
     Simulation,
@@ -160,7 +161,7 @@ def test_a_loop_that_does_nothing_is_found_out() -> None:
         return StuckLoop(engine, clock=clock)
 
     with pytest.raises(RuntimeError, match=r"the loop holds 3 requests at 36\d\d.\d s and has done nothing"):
-        simulate(poisson(10.0, 3), limits(), lambda *step: 1.0, make)
+        simulate(poisson(10.0, 3), limits(), lambda *step: 1.0, Contender(make))
 
 
 def test_clients_ask_for_more_than_they_get() -> None:
@@ -176,7 +177,7 @@ def test_clients_ask_for_more_than_they_get() -> None:
         return WatchedLoop(engine, clock=clock)
 
     trace = poisson(10.0, 3, output=7)
-    found = simulate(trace, limits(), lambda *step: 1.0, make, SimulationOptions(max_tokens=50))
+    found = simulate(trace, limits(), lambda *step: 1.0, Contender(make), SimulationOptions(max_tokens=50))
     assert [params.max_tokens for params in seen] == [50] * 3
     assert found.records.output_tokens.tolist() == [7] * 3
 
