@@ -97,7 +97,7 @@ class ChatTemplate:
             )
         except TemplateError as error:
             raise ValueError(f"the chat template refuses this conversation: {error.message}") from error
-        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
             raise ValueError(f"the chat template fails on this conversation: {error}") from error
 
 

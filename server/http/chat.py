@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-from jaxserve.outputs import AnswerDelta, RequestOutput
-from jaxserve.text import Message, Tokenizer
+from jaxserve.outputs import AnswerDelta, CompletionOutput, RequestOutput
+from jaxserve.text import Tokenizer
 from server.http.answers import Identity, Json, choice_end, rounds_of, usage_of
+from server.http.conversation import CONVERSATION_NEUTRAL, read_conversation
 from server.http.errors import bad_request
-from server.http.fields import Fields, Neutral, is_nothing, is_one_of, shown
+from server.http.fields import Fields, Neutral, is_nothing, is_one_of
 from server.http.logprobs import chat_logprobs, prompt_logprobs_json
 from server.http.parameters import NEUTRAL, UNLIMITED, read_sampling, read_stream_options
-from server.http.requests import Call, ChatPrompt
+from server.http.requests import Call
+from server.http.speech import whole_message
+from server.http.tool_speech import ToolSpeech
+from server.http.tools import held_to, read_tool_use
 
-CONVERSATION_NEUTRAL: Neutral = {
+_NEUTRAL: Neutral = {
     "continue_final_message": is_one_of(False),
     "add_special_tokens": is_one_of(False),
     "chat_template": is_nothing,
@@ -25,8 +28,6 @@ CONVERSATION_NEUTRAL: Neutral = {
 _NEUTRAL: Neutral = {
     **NEUTRAL,
     **CONVERSATION_NEUTRAL,
-    "tool_choice": is_one_of("none", "auto"),
-    "parallel_tool_calls": lambda value: isinstance(value, bool),
     "functions": is_one_of([]),
     "function_call": is_one_of("none", "auto"),
     "modalities": is_one_of(["text"]),
@@ -47,7 +48,8 @@ def read_chat(body: Json) -> Call:
     """
     fields = Fields(body)
     model = fields.text("model")
-    prompt = read_conversation(fields)
+    tools = read_tool_use(fields)
+    prompt = read_conversation(fields, () if tools is None else tools.tools)
     stream = read_stream_options(fields)
     prompt_logprobs = fields.integer("prompt_logprobs")
     if stream.stream and prompt_logprobs is not None:
@@ -65,45 +67,13 @@ def read_chat(body: Json) -> Call:
     return Call(
         model=model,
         prompts=(prompt,),
-        params=params,
+        params=held_to(params, tools),
+        tools=tools,
         until_full=limit is None,
         stream=stream,
         return_token_ids=return_token_ids,
         return_prompt_logprobs=prompt_logprobs is not None,
     )
-
-
-def read_conversation(fields: Fields) -> ChatPrompt:
-    """Take `messages`, objects with a role and text as content, and what else the chat template gets."""
-    opened = fields.flag("add_generation_prompt", True)
-    variables = fields.mapping("chat_template_kwargs") or {}
-    return ChatPrompt(_read_messages(fields), variables | {"add_generation_prompt": opened})
-
-
-def _read_messages(fields: Fields) -> list[Message]:
-    messages = fields.take("messages")
-    if not isinstance(messages, list) or not messages:
-        raise fields.wrong("messages", messages, "a list of at least one message")
-    for index, message in enumerate(messages):
-        where = f"messages[{index}]"
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise bad_request(f"{where} is {shown(message)}; expected an object with a role", where)
-        _check_content(message.get("content"), f"{where}.content")
-    return messages
-
-
-def _check_content(content: Any, where: str) -> None:
-    if content is None or isinstance(content, str):
-        return
-    if not isinstance(content, list):
-        raise bad_request(f"{where} is {shown(content)}; expected a string or a list of text parts", where)
-    for part in content:
-        match part:
-            case {"type": "text", "text": str()}:
-                continue
-            case {"type": str(kind)} if kind != "text":
-                raise bad_request(f"{where} has a part of type {shown(kind)}; only text is supported", where)
-        raise bad_request(f"{where} has a part {shown(part)}; expected type text and a text", where)
 
 
 def _read_logprobs(fields: Fields) -> int | None:
@@ -119,30 +89,35 @@ def _read_logprobs(fields: Fields) -> int | None:
 class ChatAnswer:
     """Writes the answer to one call, whole or in chunks."""
 
-    def __init__(self, call: Call, identity: Identity, tokenizer: Tokenizer) -> None:
+    def __init__(self, call: Call, identity: Identity, tokenizer: Tokenizer, tool_speech: ToolSpeech) -> None:
         self._call = call
         self._identity = identity
         self._tokenizer = tokenizer
+        make_speech = tool_speech.choose(call.tools, identity.model, tokenizer)
+        self._speeches = [make_speech() for _ in range(call.params.n)]
+        """Of each sample."""
 
     def whole(self, outputs: Sequence[RequestOutput]) -> Json:
         (output,) = outputs
-        choices = []
-        for sample in output.outputs:
-            message = {"role": "assistant", "content": sample.text, "refusal": None}
-            choice = {"index": sample.index, "message": message, "logprobs": None}
-            if sample.logprobs is not None:
-                rounds = rounds_of(sample.token_ids, sample.logprobs)
-                choice["logprobs"] = chat_logprobs(rounds, self._num_top, self._tokenizer)
-            choice |= choice_end(sample.finish_reason, sample.stop_reason)
-            if self._call.return_token_ids:
-                choice["token_ids"] = sample.token_ids
-            choices.append(choice)
+        choices = [self._whole_choice(sample) for sample in output.outputs]
         body = self._identity.head("chat.completion") | {"choices": choices, "usage": usage_of(outputs)}
         if self._call.return_token_ids:
             body["prompt_token_ids"] = output.prompt_token_ids
         if output.prompt_logprobs is not None:
             body["prompt_logprobs"] = prompt_logprobs_json(output.prompt_logprobs)
         return body
+
+    def _whole_choice(self, sample: CompletionOutput) -> Json:
+        speech = self._speeches[sample.index]
+        message = whole_message(speech, sample.text)
+        choice: Json = {"index": sample.index, "message": message, "logprobs": None}
+        if sample.logprobs is not None:
+            rounds = rounds_of(sample.token_ids, sample.logprobs)
+            choice["logprobs"] = chat_logprobs(rounds, self._num_top, self._tokenizer)
+        choice |= choice_end(speech.finish_reason(sample.finish_reason), sample.stop_reason)
+        if self._call.return_token_ids:
+            choice["token_ids"] = sample.token_ids
+        return choice
 
     def opening(self, prompts: Sequence[Sequence[int]]) -> list[Json]:
         """The chunks that give each choice its role."""
@@ -157,14 +132,15 @@ class ChatAnswer:
 
     def chunk(self, prompt_index: int, delta: AnswerDelta) -> Json | None:
         """What a delta is on the wire; None if it has nothing to show."""
-        if not (delta.text or delta.logprobs or delta.finish_reason or self._call.return_token_ids):
+        speech = self._speeches[delta.index]
+        said = speech.delta(delta.text, ended=delta.finish_reason is not None)
+        if not (said or delta.logprobs or delta.finish_reason or self._call.return_token_ids):
             return None
-        said: Json = {"content": delta.text} if delta.text else {}
-        choice = {"index": delta.index, "delta": said, "logprobs": None}
+        choice: Json = {"index": delta.index, "delta": said, "logprobs": None}
         if delta.logprobs:
             rounds = rounds_of(delta.token_ids, delta.logprobs)
             choice["logprobs"] = chat_logprobs(rounds, self._num_top, self._tokenizer)
-        choice |= choice_end(delta.finish_reason, delta.stop_reason)
+        choice |= choice_end(speech.finish_reason(delta.finish_reason), delta.stop_reason)
         if self._call.return_token_ids:
             choice["token_ids"] = delta.token_ids
         return self._chunk(choice)

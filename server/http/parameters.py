@@ -9,6 +9,7 @@ from typing import Any
 from jaxserve.plan import SamplingParams
 from server.http.errors import bad_request, param_in
 from server.http.fields import Fields, Neutral, is_one_of
+from server.http.grammars import read_grammar
 
 MAX_STOP_STRINGS = 64
 UNLIMITED = 2**31 - 1
@@ -43,8 +44,6 @@ NEUTRAL: Neutral = {
     "length_penalty": is_one_of(1, 1.0),
     "bad_words": is_one_of([]),
     "spaces_between_special_tokens": is_one_of(True),
-    "structured_outputs": is_one_of({}),
-    "response_format": is_one_of({"type": "text"}),
 }
 """Parameters that both endpoints know and cannot do anything about, with the values that ask for nothing."""
 
@@ -89,6 +88,7 @@ def read_sampling(
         "max_tokens": max_tokens,
         "logprobs": logprobs,
         "prompt_logprobs": prompt_logprobs,
+        "grammar": read_grammar(fields),
     }
     try:
         return SamplingParams(**{name: value for name, value in given.items() if value is not None})

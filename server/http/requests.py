@@ -9,6 +9,7 @@ from typing import Any
 from jaxserve.plan import SamplingParams
 from jaxserve.text import Message
 from server.http.parameters import StreamOptions
+from server.http.tools import ToolUse
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,8 @@ class Call:
     stream: StreamOptions
     return_token_ids: bool
     """vLLM's addition: token ids beside the text."""
+    tools: ToolUse | None = None
+    """Chat: what the answer may call."""
     until_full: bool = False
     """The answer may take what the prompt leaves of the context, whatever the parameters say."""
     echo: bool = False

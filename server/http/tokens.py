@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from server.http.answers import Json
-from server.http.chat import CONVERSATION_NEUTRAL, read_conversation
+from server.http.conversation import CONVERSATION_NEUTRAL, read_conversation
 from server.http.errors import bad_request
 from server.http.fields import Fields
 from server.http.requests import ChatPrompt, TextPrompt
+from server.http.tools import read_tools
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ def read_tokenize(body: Json) -> TokenizeCall:
     if text is not None:
         prompt = TextPrompt(text, fields.flag("add_special_tokens", True))
     elif "messages" in body:
-        prompt = read_conversation(fields)
+        prompt = read_conversation(fields, read_tools(fields))
     else:
         raise bad_request("a request needs one of prompt, a text, and messages", "prompt")
     fields.finish(CONVERSATION_NEUTRAL)

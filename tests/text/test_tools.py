@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from jaxserve.text import Tokenizer
 from jaxserve.text.tools import (
     TOOL_FORMATS,
     arguments_schema,
@@ -73,15 +72,6 @@ def test_the_template_tells_the_format(shared_data: Path, template: str, name: s
 def test_a_model_without_a_template_speaks_no_format() -> None:
     assert detect_tool_format(byte_tokenizer(None)) is None
     assert not shows_tools(byte_tokenizer(None))
-
-
-def test_whether_the_tag_is_hidden_is_the_vocabulary_s(shared_data: Path) -> None:
-    qwen3 = Tokenizer.from_folder(shared_data / "tokenizers/qwen3")
-    assert not TOOL_FORMATS["hermes"].hides_in(qwen3)
-    assert not TOOL_FORMATS["mistral"].hides_in(qwen3)
-    qwen3.backend.add_special_tokens(["[TOOL_CALLS]"])
-    again = Tokenizer(qwen3.backend)
-    assert TOOL_FORMATS["mistral"].hides_in(again)
 
 
 def test_ids_are_as_the_format_s_templates_take_them() -> None:

@@ -11,7 +11,6 @@ from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.text.tools.parser import ToolCallParser
 from jaxserve.text.tools.parsers import (
     HERMES_TAG,
-    LLAMA3_TAG,
     MISTRAL_TAG,
     HermesParser,
     Llama3Parser,
@@ -35,23 +34,17 @@ class ToolFormat:
     """One way of writing tool calls."""
 
     name: str
-    tag: str
-    """What begins a call; a special token in some vocabularies, which would be hidden from the text."""
     make_parser: Callable[[], ToolCallParser]
     make_id: Callable[[], str] = _long_id
     """A fresh id of a call, as the chat templates of this format take it."""
-
-    def hides_in(self, tokenizer: Tokenizer) -> bool:
-        """Whether the tag is lost from a text without special tokens."""
-        return tokenizer.backend.token_to_id(self.tag) in tokenizer.special_ids
 
 
 TOOL_FORMATS: Mapping[str, ToolFormat] = {
     one.name: one
     for one in (
-        ToolFormat("hermes", HERMES_TAG, HermesParser),
-        ToolFormat("llama3", LLAMA3_TAG, Llama3Parser),
-        ToolFormat("mistral", MISTRAL_TAG, MistralParser, _short_id),
+        ToolFormat("hermes", HermesParser),
+        ToolFormat("llama3", Llama3Parser),
+        ToolFormat("mistral", MistralParser, _short_id),
     )
 }
 
