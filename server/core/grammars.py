@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 from jaxserve.plan import Grammar
+from jaxserve.structured import GrammarCompiler
 from server.core.errors import ServiceError, Status
+
+_NUM_THREADS = 8
+"""Wait for the compiler's processes, of which there are fewer; known grammars pass them by."""
 
 
 class GrammarChecker(Protocol):
@@ -20,15 +26,27 @@ class GrammarChecker(Protocol):
         ...
 
 
+class CompiledGrammars:
+    """A GrammarChecker whose grammars a compiler keeps, for the loop to find them there."""
+
+    def __init__(self, compiler: GrammarCompiler) -> None:
+        self._compiler = compiler
+        # Threads of its own: whoever waits for a hostile grammar keeps nobody else's work waiting.
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="grammars")
+
+    async def check(self, grammar: Grammar) -> None:
+        await asyncio.get_running_loop().run_in_executor(self._threads, self._compiler.compile, grammar)
+
+
 async def check_grammar(checker: GrammarChecker | None, grammar: Grammar | None) -> None:
     """Raise ServiceError: INVALID_ARGUMENT for a bad grammar, UNIMPLEMENTED where the engine follows none."""
     if grammar is None:
         return
     if checker is None:
         raise ServiceError(
-            Status.UNIMPLEMENTED, f"grammar of kind {grammar.kind}: this model's answers cannot be held to it"
+            Status.UNIMPLEMENTED, f"grammar {grammar.kind}: answers cannot be held to one here"
         )
     try:
         await checker.check(grammar)
     except ValueError as error:
-        raise ServiceError(Status.INVALID_ARGUMENT, f"grammar of kind {grammar.kind}: {error}") from error
+        raise ServiceError(Status.INVALID_ARGUMENT, f"grammar {error}") from error

@@ -12,10 +12,9 @@ from jaxserve.version import __version__
 from server.core import GenerateRequest, Routes, ServiceError, Status
 from server.core.tenants import Tenants
 from server.grpc_server.caller import Caller, identify_caller
+from server.grpc_server.native_conversation import read_messages, read_variables
 from server.grpc_server.native_messages import (
-    read_messages,
     read_request,
-    read_variables,
     write_deltas,
     write_final,
     write_samples,

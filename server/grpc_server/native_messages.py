@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from google.protobuf.json_format import MessageToDict
-
 from jaxserve.outputs import AnswerDelta, CompletionOutput, RequestOutput, TokenLogprobs
 from jaxserve.plan import SamplingParams
 from jaxserve.weights.generation_config import SAMPLING_DEFAULTS
 from server.core import GenerateRequest, Receipt, ServiceError, Status
 from server.grpc_server.caller import Caller
+from server.grpc_server.grammars import read_native_grammar
+from server.grpc_server.native_conversation import read_messages, read_variables
 from server.proto.jaxserve.v1 import engine_pb2 as pb
 
 _FINISH_REASONS = {
@@ -56,6 +56,8 @@ def read_params(message: pb.SamplingParams) -> SamplingParams:
         fields["allowed_token_ids"] = list(fields["allowed_token_ids"].ids)
     if "logit_bias" in fields:
         fields["logit_bias"] = dict(fields["logit_bias"])
+    if "grammar" in fields:
+        fields["grammar"] = read_native_grammar(fields["grammar"])
     for name in ("bad_token_ids", "stop_token_ids", "stop"):
         if name in fields:
             fields[name] = tuple(fields[name])
@@ -63,20 +65,6 @@ def read_params(message: pb.SamplingParams) -> SamplingParams:
         return SamplingParams(**fields)
     except ValueError as error:
         raise ServiceError(Status.INVALID_ARGUMENT, str(error)) from error
-
-
-def read_messages(conversation: pb.Conversation) -> list[dict[str, str]]:
-    """The messages as a chat template sees them."""
-    return [
-        {"role": message.role, "content": message.content}
-        | ({"name": message.name} if message.HasField("name") else {})
-        for message in conversation.messages
-    ]
-
-
-def read_variables(conversation: pb.Conversation) -> dict[str, Any]:
-    """Further variables of the template."""
-    return MessageToDict(conversation.template_variables)
 
 
 def write_deltas(batch: Sequence[AnswerDelta]) -> Iterator[pb.GenerateResponse]:

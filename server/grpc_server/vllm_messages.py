@@ -15,6 +15,7 @@ from jaxserve.plan import SamplingParams
 from jaxserve.weights.generation_config import SAMPLING_DEFAULTS
 from server.core import GenerateRequest, ServiceError, Status
 from server.grpc_server.caller import Caller
+from server.grpc_server.grammars import read_vllm_grammar
 
 _WITH_DEFAULT = ("top_p", "repetition_penalty", "n")
 """Zero is no possible value of these, so it is the default, 1."""
@@ -70,6 +71,7 @@ def read_params(message: pb.SamplingParams) -> SamplingParams:
             stop=tuple(message.stop),
             stop_token_ids=tuple(message.stop_token_ids),
             logit_bias=dict(message.logit_bias) or None,
+            grammar=read_vllm_grammar(message),
         )
     except ValueError as error:
         raise ServiceError(Status.INVALID_ARGUMENT, str(error)) from error
@@ -90,9 +92,6 @@ def truncate(token_ids: Sequence[int], message: pb.SamplingParams, max_model_len
 
 
 def _check_supported(message: pb.GenerateRequest) -> None:
-    constraint = message.sampling_params.WhichOneof("constraint")
-    if constraint is not None:
-        raise ServiceError(Status.UNIMPLEMENTED, f"{constraint}: this server does not constrain its output")
     for name, what in _UNSUPPORTED.items():
         if message.HasField(name):
             raise ServiceError(Status.UNIMPLEMENTED, f"{name}: this server does not do {what}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from server.core.tls import TlsFiles
 from server.grpc_server import GrpcDoor, GrpcOptions
 from server.proto.jaxserve.v1 import engine_pb2_grpc
 from tests.fake_engine import FakeEngine
-from tests.server.harness import serving
+from tests.server.harness import OpenService, serving
 
 
 @dataclass
@@ -48,9 +49,14 @@ async def grpc_serving(
     tls: TlsFiles | None = None,
     tokens: Mapping[str, str] | None = None,
     channel_credentials: grpc.ChannelCredentials | None = None,
+    open_service: OpenService | None = None,
 ) -> AsyncIterator[Served]:
-    """Serve on a free port of the loopback; afterwards every page and slot must be free."""
-    async with serving(device, max_waiting=max_waiting) as (service, loop):
+    """Serve on a free port of the loopback; afterwards every page and slot must be free.
+
+    `open_service` instead of a service over `device`.
+    """
+    open_service = open_service or functools.partial(serving, device, max_waiting=max_waiting)
+    async with open_service() as (service, loop):
         door = GrpcDoor(Routes.of(service), GrpcOptions(tls=tls, tokens=tokens))
         address = await door.start()
         if channel_credentials is None:

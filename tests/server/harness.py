@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from jaxserve.async_engine import Engine
 from jaxserve.loop import HostLoop
@@ -15,6 +15,9 @@ from server.core import GenerateRequest, ModelIdentity, Service
 from server.core.identity import tokenizer_fingerprint
 from tests.fake_engine import FakeEngine, expected_answer
 from tests.fake_model import byte_tokenizer, fake_limits
+
+OpenService = Callable[[], AbstractAsyncContextManager[tuple[Service, HostLoop]]]
+"""Opens a running service over a loop, and closes it with a look at its pages."""
 
 TOKENIZER = byte_tokenizer()
 IDENTITY = ModelIdentity(

@@ -48,7 +48,7 @@ class Script:
     async def check(self, grammar: Grammar) -> None:
         """Every grammar passes but one."""
         if grammar.text == "impossible":
-            raise ValueError("nothing is like that")
+            raise ValueError(f"{grammar.kind}: nothing is like that")
         self.grammars.append(grammar)
 
     def answer_text(self, prompt_ids: Sequence[int], params: SamplingParams) -> _ScriptedText:

@@ -11,7 +11,7 @@ from jaxserve.text.tools.formats import (
     new_call_id,
     shows_tools,
 )
-from jaxserve.text.tools.messages import for_template
+from jaxserve.text.tools.messages import for_template, parse_object
 from jaxserve.text.tools.parser import ArgumentsDelta, CallStart, Parser, TextDelta, ToolEvent
 from jaxserve.text.tools.parsers import NamedParser, RequiredParser
 from jaxserve.text.tools.schemas import arguments_schema, required_schema
@@ -30,6 +30,7 @@ __all__ = [
     "detect_tool_format",
     "for_template",
     "new_call_id",
+    "parse_object",
     "required_schema",
     "shows_tools",
 ]

@@ -34,7 +34,20 @@ def _arguments(given: Any) -> Any:
     if not isinstance(given, str):
         return given
     try:
-        parsed = json.loads(given)
-    except (ValueError, RecursionError):
+        return parse_object(given)
+    except ValueError:
         return given
-    return parsed if isinstance(parsed, dict) else given
+
+
+def parse_object(text: str) -> dict[str, Any]:
+    """A JSON object. Raises ValueError for anything else, and for what no template can write again:
+    unpaired surrogates, objects nested without end."""
+    try:
+        value = json.loads(text)
+        if "\\u" in text:
+            json.dumps(value, ensure_ascii=False).encode()
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if not isinstance(value, dict):
+        raise ValueError("it is not an object")
+    return value

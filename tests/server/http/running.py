@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractAsyncContextManager, contextmanager
+from contextlib import contextmanager
 
 import uvicorn
 
@@ -17,9 +17,8 @@ from server.core import Routes, Service
 from server.http.app import build_app
 from server.http.options import HttpOptions
 from tests.fake_engine import FakeEngine
-from tests.server.harness import serving
+from tests.server.harness import OpenService, serving
 
-OpenService = Callable[[], AbstractAsyncContextManager[tuple[Service, HostLoop]]]
 _PATIENCE = 10.0
 
 
