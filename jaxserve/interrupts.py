@@ -30,6 +30,26 @@ def interrupts_deferred() -> Iterator[None]:
             handler(*arrived[-1])
 
 
+class _Keeper:
+    """A handler of SIGINT that remembers it and has the former handler do what it does."""
+
+    def __init__(self, former: Callable[..., object]) -> None:
+        self._former = former
+        self._arrived = threading.Event()
+
+    @property
+    def arrived(self) -> bool:
+        return self._arrived.is_set()
+
+    def check(self) -> None:
+        if self.arrived:
+            raise KeyboardInterrupt
+
+    def __call__(self, *received: Any) -> None:
+        self._arrived.set()
+        self._former(*received)
+
+
 @contextmanager
 def interrupts_kept() -> Iterator[Callable[[], None]]:
     """A SIGINT that arrives inside ends the block with KeyboardInterrupt, whatever becomes of the first one.
@@ -37,31 +57,24 @@ def interrupts_kept() -> Iterator[Callable[[], None]]:
     Python raises KeyboardInterrupt wherever the main thread happens to be. In a finaliser or a callback of
     the garbage collector, of which JAX has one, it is printed and forgotten; a library may also catch it or
     make another error of it. So it is remembered here, and raised again at the end of the block at the
-    latest. Yields a function that raises it if one has arrived, for work on any thread to ask now and then.
-    On any thread but the main one this does nothing.
+    latest. Yields a function that raises it if one has arrived, for work on any thread to ask now and then;
+    a block within another asks about both. On any thread but the main one this does nothing.
     """
-    handler = signal.getsignal(signal.SIGINT)
-    arrived = threading.Event()
-
-    def check() -> None:
-        if arrived.is_set():
-            raise KeyboardInterrupt
-
-    if threading.current_thread() is not threading.main_thread() or not callable(handler):
-        yield check
+    former = signal.getsignal(signal.SIGINT)
+    if isinstance(former, _Keeper):
+        yield former.check
         return
-
-    def remember(*received: Any) -> None:
-        arrived.set()
-        handler(*received)
-
-    signal.signal(signal.SIGINT, remember)
+    if threading.current_thread() is not threading.main_thread() or not callable(former):
+        yield lambda: None
+        return
+    keeper = _Keeper(former)
+    signal.signal(signal.SIGINT, keeper)
     try:
-        yield check
+        yield keeper.check
     except Exception as error:
-        if arrived.is_set():
+        if keeper.arrived:
             raise KeyboardInterrupt from error
         raise
     finally:
-        signal.signal(signal.SIGINT, handler)
-    check()
+        signal.signal(signal.SIGINT, former)
+    keeper.check()

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from jaxserve.commands.command import add_verbose_argument, say, shows_status
 from jaxserve.commands.options import add_engine_arguments, read_engine_settings
+from jaxserve.interrupts import interrupts_deferred
 from server.route_arguments import RouteArguments, read_routes
 
 if TYPE_CHECKING:
@@ -154,9 +155,12 @@ def read_access(args: argparse.Namespace) -> Access:
 
 
 def _serve(args: argparse.Namespace, access: Access, declared: Sequence[RouteArguments]) -> int:
-    from server.core import Routes
-    from server.loading import ModelLoader
-    from server.process import serve
+    with interrupts_deferred():  # An extension module that is broken off in the middle may crash.
+        import server.grpc_server
+        import server.http_door  # noqa: F401
+        from server.core import Routes
+        from server.loading import ModelLoader
+        from server.process import serve
 
     loader = ModelLoader(declared, progress=shows_status(args))
 

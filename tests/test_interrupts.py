@@ -63,6 +63,18 @@ def test_an_interrupt_in_the_garbage_collector_is_not_lost(monkeypatch: pytest.M
     assert forgotten == [KeyboardInterrupt]
 
 
+def test_a_block_within_another_knows_of_what_came_before() -> None:
+    def load() -> None:
+        with interrupts_kept():
+            swallow()
+            with interrupts_kept() as check:
+                check()
+            pytest.fail("no interrupt")
+
+    with pytest.raises(KeyboardInterrupt):
+        load()
+
+
 def test_an_interrupt_that_became_another_error_is_one_again() -> None:
     def fail() -> None:
         try:
@@ -125,7 +137,7 @@ def test_ctrl_c_at_any_moment_of_a_start_ends_it(shared_data: Path) -> None:
             process.send_signal(signal.SIGINT)
             pressed = time.monotonic()
             err = process.stderr.read()
-            # Python kills itself by SIGINT if one broke off an `exec`, as of a dataclass: to a shell, 130 too.
+            # Python kills itself by SIGINT if one broke off an `exec`, as of a dataclass: 130 to a shell too.
             assert process.wait(60) in (130, -signal.SIGINT), err
             assert time.monotonic() - pressed < 30
             assert "Traceback" not in err

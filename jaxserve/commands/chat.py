@@ -15,6 +15,7 @@ from jaxserve.commands.options import (
     read_engine_settings,
     read_sampling,
 )
+from jaxserve.interrupts import interrupts_deferred
 
 if TYPE_CHECKING:
     from jaxserve.llm import LLM
@@ -50,7 +51,8 @@ class Chat:
             model = open_model(args.model, progress=shows_status(args))
             if "default" not in model.tokenizer.chat_templates:
                 raise ValueError(f"{args.model} has no chat template: use `jaxserve generate`")
-            from jaxserve.llm import LLM
+            with interrupts_deferred():  # Broken off in the middle, the import of jaxlib crashes.
+                from jaxserve.llm import LLM
 
             settings = read_engine_settings(args, num_slots=1)
             llm = LLM(model, progress=shows_status(args), **settings)

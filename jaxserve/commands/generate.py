@@ -16,6 +16,7 @@ from jaxserve.commands.options import (
     read_engine_settings,
     read_sampling,
 )
+from jaxserve.interrupts import interrupts_deferred
 
 if TYPE_CHECKING:
     from jaxserve.offline import AnswerIterator
@@ -61,7 +62,8 @@ class Generate:
 
             model = open_model(args.model, progress=shows_status(args))
             prompt = _prepare(args, text, model.tokenizer)
-            from jaxserve.llm import LLM
+            with interrupts_deferred():  # Broken off in the middle, the import of jaxlib crashes.
+                from jaxserve.llm import LLM
 
             settings = read_engine_settings(args, num_slots=min(args.n, _MAX_SLOTS))
             llm = LLM(model, progress=shows_status(args), **settings)
