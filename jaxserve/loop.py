@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 from jaxserve.answers import AnswerTextFactory, OpenRequest, TokenDecoder
+from jaxserve.gates import GrammarGates, GrammarSource
 from jaxserve.loop_stats import LoopClock, LoopSnapshot, StepCounts
 from jaxserve.outputs import AnswerDelta
 from jaxserve.plan import EngineLimits, SamplingParams, StepEngine, StepHandle, StepResult
@@ -45,6 +46,7 @@ class HostLoop:
         decode_token: TokenDecoder | None = None,
         clock: Callable[[], float] = time.monotonic,
         policy: SchedulerPolicy = DEFAULT_POLICY,
+        grammars: GrammarSource | None = None,
     ) -> None:
         """Join an engine to a scheduler of its own.
 
@@ -56,9 +58,11 @@ class HostLoop:
             decode_token: the text of one token, for log-probs; None leaves it out.
             clock: seconds, for deadlines and metrics.
             policy: who goes next.
+            grammars: follows the grammars of requests that have one; None refuses these.
         """
         self._engine = engine
         self._scheduler = Scheduler(engine.limits, max_chunk=max_chunk, policy=policy)
+        self._gates = GrammarGates(engine, self._scheduler, grammars)
         self._depth = 1 if overlap else 0
         self._answer_text = answer_text
         self._decode_token = decode_token
@@ -111,6 +115,7 @@ class HostLoop:
         """Raise ValueError, naming the value and the limit, for a request that could never be served."""
         if params.stop_strings and self._answer_text is None:
             raise ValueError(f"stop {params.stop_strings!r} needs text, and this loop gives token ids alone")
+        self._gates.check(params)
         self._scheduler.check(prompt_token_ids, params)
 
     def add(
@@ -124,16 +129,20 @@ class HostLoop:
     ) -> None:
         """Queue a request; `prompt` is its text, for the record, `terms` decide when it is served.
 
-        Raises ValueError as `check` does, or if the id is in use; LoopStoppedError if the loop has failed.
+        Raises ValueError as `check` does, for a grammar that is malformed, or if the id is in use;
+        LoopStoppedError if the loop has failed.
         """
         self._check_alive()
         if request_id in self._open:
             raise ValueError(f"request id {request_id!r} is in use by a request that has not ended")
         self.check(prompt_token_ids, params)
+        matcher = self._gates.start(params)
         seed = secrets.randbits(63) if params.seed is None else params.seed
         now = self._clock()
         submission = self._scheduler.submit(request_id, prompt_token_ids, params, seed, terms=terms, now=now)
         self._open[request_id] = OpenRequest(submission, prompt, now, self._answer_text, self._decode_token)
+        if matcher is not None:
+            self._gates.open(submission, matcher)
 
     def abort(self, request_id: str) -> bool:
         """End a request with what it has; the next `step` reports it. False if no such request is open."""
@@ -205,13 +214,19 @@ class HostLoop:
         for request in self._scheduler.expire(now):
             if request.finish_reason is None:  # The samples of a request end together.
                 self._cut_off(self._open[request.submission.request_id], RequestState.EXPIRED)
+        self._pass_gates()
         step = self._scheduler.plan(now)
+        if step is None and not self._in_flight and self._gates.pending:
+            self._stages.enter("wait")
+            self._pass_gates(wait=True)
+            self._stages.enter("plan")
+            step = self._scheduler.plan(now)
         if step is None:
             return False
         if step.admitted:
             self._stages.enter("load")
             for load, request in zip(step.loads, step.admitted, strict=True):
-                self._engine.load_slot(load)
+                self._engine.load_slot(self._gates.dress(load, request))
                 self._open[request.submission.request_id].mark_scheduled(now)
         self._stages.enter("dispatch")
         self._in_flight.append((step, self._engine.dispatch(step.plan)))
@@ -230,13 +245,23 @@ class HostLoop:
             delta, end = open_request.take_token(request, token, reached, result, row)
             if end is not None:
                 delta = self._finish(open_request, request, end, delta, now)
+            elif request.gated:
+                self._gates.see(request, token)
             self._deltas.append(delta)
+        self._gates.work()
+
+    def _pass_gates(self, *, wait: bool = False) -> None:
+        """Let gated requests go on whose masks are ready, and end those that cannot."""
+        for request, reason in self._gates.release(wait=wait):
+            request.stop_reason = reason
+            self._end(request, RequestState.STOPPED if reason is None else RequestState.FAILED)
 
     def _finish(
         self, open_request: OpenRequest, request: Request, end: RequestState, delta: AnswerDelta, now: float
     ) -> AnswerDelta:
         """End a sample; return its last delta, completed."""
         self._scheduler.finish(request, end)
+        self._gates.close(request)
         delta = open_request.close(request, delta, now)
         if delta.output is not None:
             del self._open[delta.request_id]
@@ -244,14 +269,19 @@ class HostLoop:
 
     def _cut_off(self, open_request: OpenRequest, end: RequestState) -> None:
         """End the samples of a request that are still open, as they stand."""
-        now = self._clock()
         for request in open_request.submission.requests:
             if request.finish_reason is None:
-                delta = open_request.cut_off(request, end)
-                self._deltas.append(self._finish(open_request, request, end, delta, now))
+                self._end(request, end)
+
+    def _end(self, request: Request, end: RequestState) -> None:
+        """End a sample without a further token."""
+        open_request = self._open[request.submission.request_id]
+        delta = open_request.cut_off(request, end)
+        self._deltas.append(self._finish(open_request, request, end, delta, self._clock()))
 
     def _fail(self, error: BaseException) -> None:
         self.failure = error
+        self._gates.shut()
         self._in_flight.clear()
         self._scheduler.abandon_steps()
         for open_request in list(self._open.values()):

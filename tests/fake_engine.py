@@ -13,9 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from jaxserve.plan import (
     EngineLimits,
+    IntArray,
     PageGrant,
     SamplingParams,
     SequencePlan,
@@ -87,6 +89,8 @@ class FakeSequence:
     seed: int
     sample_index: int
     eos_token_ids: tuple[int, ...]
+    mask: list[int] | None = None
+    """Token ids that may be sampled next, of a gated sequence: good for one token."""
     histories: list[int] = field(default_factory=list)
     """For each known token a digest of all tokens up to it."""
 
@@ -100,16 +104,21 @@ class FakeSequence:
         self.tokens.append(token)
 
 
-def sample(sequence: FakeSequence, position: int, vocab_size: int) -> int:
-    """The token after the row at `position`."""
+def sample(sequence: FakeSequence, position: int, vocab_size: int, mask: Sequence[int] | None = None) -> int:
+    """The token after the row at `position`; `mask` has the only ones that it may be."""
     params = sequence.params
     noise = () if params.greedy else (sequence.seed, sequence.sample_index)
     context = sequence.tokens[max(0, position - CONTEXT + 1) : position + 1]
-    allowed = sorted(params.allowed_token_ids or range(vocab_size))
+    allowed = list(mask) if mask is not None else sorted(params.allowed_token_ids or range(vocab_size))
     if position + 1 - sequence.num_prompt < params.min_tokens:
         stops = {*sequence.eos_token_ids, *params.stop_token_ids}
         allowed = [token for token in allowed if token not in stops]
     return allowed[digest(position, *context, *noise) % len(allowed)]
+
+
+def unpack_mask(mask: npt.NDArray[np.uint32]) -> list[int]:
+    """The token ids of a mask."""
+    return np.unpackbits(mask.view(np.uint8), bitorder="little").nonzero()[0].tolist()
 
 
 def logprob(token: int, position: int, history: int) -> float:
@@ -185,8 +194,14 @@ class FakeEngine:
             load.seed,
             load.sample_index,
             load.eos_token_ids,
+            None if load.mask is None else unpack_mask(load.mask),
         )
         self.loads.append(load)
+
+    def load_masks(self, slots: IntArray, masks: npt.NDArray[np.uint32]) -> None:
+        for slot, mask in zip(slots.tolist(), masks, strict=True):
+            _require(slot in self._slots, f"slot {slot} was never filled")
+            self._slots[slot].mask = unpack_mask(mask)
 
     def dispatch(self, plan: StepPlan) -> StepHandle:
         self._check_shape(plan)
@@ -301,7 +316,11 @@ class FakeEngine:
         rows: list[tuple[int, int, int]] = []
         for position in range(end - part.num_logit_rows, end):
             if position == len(sequence.tokens) - 1:
-                sequence.append(sample(sequence, position, self._limits.vocab_size))
+                gated = sequence.params.grammar is not None
+                _require(gated == (sequence.mask is not None), "a gated sequence has a mask for every token")
+                token = sample(sequence, position, self._limits.vocab_size, sequence.mask)
+                sequence.mask = None
+                sequence.append(token)
             rows.append((sequence.tokens[position + 1], position, sequence.histories[position]))
         sequence.num_computed = end
         return rows

@@ -35,8 +35,8 @@ class RequestQueue:
     reported by `leave` when it gives up its slot, ended or preempted, and may be pushed again. Operations
     cost at most the logarithm of the length, amortised.
 
-    A round of planning begins with `begin_round`. Whoever `peek` shows is next; if there is no room for it, the
-    planner waits, or lets others pass with `set_aside`, which the policy bounds: a large request is passed
+    A round of planning begins with `begin_round`. Whoever `peek` shows is next; if there is no room for it,
+    the planner waits, or lets others pass with `set_aside`, which the policy bounds: a large request is passed
     by `max_passed` others at most, and by nobody once it is overdue.
     """
 
@@ -156,7 +156,7 @@ class RequestQueue:
         self._num_may_pass = self.policy.max_passed
 
     def expire(self, now: float) -> list[Request]:
-        """Those whose deadline has passed leave the queue. The caller ends them, before they cost anything."""
+        """Take out those whose deadline has passed. The caller ends them, before they cost anything."""
         self._set_expired_apart(now)
         apart, self._expired = self._expired, []
         expired = [entry.request for entry in apart if self._waiting.get(entry.request) is entry]

@@ -106,7 +106,8 @@ class Request:
     state: RequestState = RequestState.WAITING
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    """The stop token id or the stop string that matched; None for an end-of-sequence id."""
+    """The stop token id or the stop string that matched, or why the answer could not go on; None for an
+    end-of-sequence id."""
     output: list[int] = field(default_factory=list[int])
     """Sampled tokens that have reached the host."""
     num_pending: int = 0

@@ -346,11 +346,12 @@ class Scheduler:
         if not len(self._queue):
             return
         self._queue.begin_round()
-        promised = self._room.promised()
+        promised: list[int] | None = None
         num_passed = 0
         while not step.full and (request := self._queue.peek(now)) is not None:
             if not (self._table.has_free or self._yield_slot(request, now)):
                 return
+            promised = promised or self._room.promised()
             # A token of a preempted request may be under way; its slot is filled when that is known.
             ready = not (request.num_pending or request.held)
             idle = not (self.num_running or self._in_flight)

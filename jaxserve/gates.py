@@ -1,0 +1,160 @@
+"""Requests whose every token must be of a grammar: which tokens may come next is worked out off the loop.
+
+A gated request computes nothing from the moment that it samples a token until its mask for the next one has
+been made; everybody else goes on meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from jaxserve.plan import Grammar, SamplingParams, SlotLoad, StepEngine
+from jaxserve.scheduling import Request, Scheduler, Submission
+
+MaskWords = npt.NDArray[np.uint32]
+
+
+class TokenMatcher(Protocol):
+    """Where one answer stands in its grammar."""
+
+    def accept(self, token_id: int) -> None:
+        """Follow a sampled token. Raises ValueError if the grammar has no such continuation."""
+        ...
+
+    def mask(self) -> MaskWords:
+        """[ceil(V / 32)] a bit for each token that may come next, lowest first; none if all is said.
+
+        Raises ValueError where the text can neither go on nor end.
+        """
+        ...
+
+    def copy(self) -> TokenMatcher:
+        """Another one at the same place."""
+        ...
+
+
+class MatcherFactory(Protocol):
+    def matcher(self, params: SamplingParams, eos_token_ids: Sequence[int] = ()) -> TokenMatcher: ...
+
+
+class GrammarSource(Protocol):
+    """Makes matchers of grammars; `jaxserve.structured.GrammarCompiler` is one."""
+
+    def compile(self, grammar: Grammar) -> MatcherFactory:
+        """A grammar, compiled now or before. Raises ValueError for one that cannot be followed."""
+        ...
+
+
+class Refusal(NamedTuple):
+    """A gated request that cannot go on."""
+
+    request: Request
+    reason: str | None
+    """Why, if it is a fault; None where the grammar's text is complete and nothing can end it."""
+
+
+class GrammarGates:
+    """The matchers and masks of gated requests. Its owner's thread only; the work is on one of its own."""
+
+    def __init__(self, engine: StepEngine, scheduler: Scheduler, source: GrammarSource | None) -> None:
+        self._engine = engine
+        self._scheduler = scheduler
+        self._source = source
+        self._matchers: dict[Request, TokenMatcher] = {}
+        self._masks: dict[Request, MaskWords] = {}
+        """For each the tokens that it may sample next; absent while that is worked out."""
+        self._seen: list[tuple[Request, TokenMatcher, int]] = []
+        self._batches: list[Future[list[tuple[Request, MaskWords | str]]]] = []
+        self._worker: ThreadPoolExecutor | None = None
+
+    @property
+    def pending(self) -> bool:
+        """Whether masks are being worked out."""
+        return bool(self._batches)
+
+    def check(self, params: SamplingParams) -> None:
+        """Raise ValueError for a grammar that this loop cannot follow at all."""
+        if params.grammar is not None and self._source is None:
+            raise ValueError(f"grammar of kind {params.grammar.kind}: this engine was given no grammars")
+
+    def start(self, params: SamplingParams) -> TokenMatcher | None:
+        """The matcher of a new request, None without a grammar. Raises ValueError for a bad grammar."""
+        if params.grammar is None:
+            return None
+        assert self._source is not None, "the request has been checked"
+        return self._source.compile(params.grammar).matcher(params, self._scheduler.limits.eos_token_ids)
+
+    def open(self, submission: Submission, matcher: TokenMatcher) -> None:
+        """Gate the samples of a submission, all at the matcher's place."""
+        mask = matcher.mask()
+        for request in submission.requests:
+            self._matchers[request] = matcher.copy()
+            self._masks[request] = mask
+
+    def close(self, request: Request) -> None:
+        """A request has ended."""
+        self._matchers.pop(request, None)
+        self._masks.pop(request, None)
+
+    def dress(self, load: SlotLoad, request: Request) -> SlotLoad:
+        """A gated request's load with the mask of its next token."""
+        return replace(load, mask=self._masks[request]) if request in self._masks else load
+
+    def see(self, request: Request, token: int) -> None:
+        """A gated request that goes on has sampled a token."""
+        request.held = True
+        del self._masks[request]
+        self._seen.append((request, self._matchers[request], token))
+
+    def work(self) -> None:
+        """Begin to work out the masks after the tokens seen since the last call."""
+        if not self._seen:
+            return
+        if self._worker is None:
+            self._worker = ThreadPoolExecutor(1, "jaxserve-grammars")
+        self._batches.append(self._worker.submit(_follow, self._seen))
+        self._seen = []
+
+    def release(self, *, wait: bool = False) -> list[Refusal]:
+        """Let those go on whose masks are ready; return those that cannot. `wait`: until one batch is."""
+        refusals: list[Refusal] = []
+        ready: list[tuple[int, MaskWords]] = []
+        while self._batches and (wait or self._batches[0].done()):
+            wait = False
+            for request, mask in self._batches.pop(0).result():
+                if request not in self._matchers:
+                    continue  # It has ended meanwhile.
+                if isinstance(mask, str) or not mask.any():
+                    refusals.append(Refusal(request, mask if isinstance(mask, str) else None))
+                    continue
+                self._masks[request] = mask
+                if request.slot >= 0:
+                    ready.append((request.slot, mask))
+                self._scheduler.resume(request)
+        if ready:
+            slots = np.array([slot for slot, _ in ready], np.int32)
+            self._engine.load_masks(slots, np.stack([mask for _, mask in ready]))
+        return refusals
+
+    def shut(self) -> None:
+        """Nothing more will be asked."""
+        if self._worker is not None:
+            self._worker.shutdown(wait=False, cancel_futures=True)
+
+
+def _follow(seen: list[tuple[Request, TokenMatcher, int]]) -> list[tuple[Request, MaskWords | str]]:
+    """For each request the mask after its token, or why there is none."""
+    masks: list[tuple[Request, MaskWords | str]] = []
+    for request, matcher, token in seen:
+        try:
+            matcher.accept(token)
+            masks.append((request, matcher.mask()))
+        except ValueError as error:
+            masks.append((request, str(error)))
+    return masks

@@ -1,0 +1,159 @@
+"""Answers held to a grammar, on a fake engine: the same tokens in every schedule, faults apart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from jaxserve.loop import HostLoop
+from jaxserve.outputs import RequestOutput
+from jaxserve.plan import Grammar, SamplingParams
+from tests.fake_engine import FakeEngine, FakeSequence, expected_answer, make_limits, sample
+
+LIMITS = make_limits(num_slots=4)
+EOS = LIMITS.eos_token_ids[0]
+
+
+class RemainderMatcher:
+    """After a token t comes one that leaves the remainder t mod 5; after `length` tokens, only the end."""
+
+    def __init__(self, length: int, end_ids: Sequence[int]) -> None:
+        self._length = length
+        self._end_ids = end_ids
+        self._remainder = 0
+        self._num_tokens = 0
+
+    def accept(self, token_id: int) -> None:
+        assert token_id in self._allowed(), f"token {token_id} was not in the mask"
+        self._num_tokens += 1
+        self._remainder = token_id % 5
+        if self._length < 0 and self._num_tokens == -self._length:
+            raise ValueError("a dead end")
+
+    def mask(self) -> npt.NDArray[np.uint32]:
+        bits = np.zeros(-(-LIMITS.vocab_size // 32) * 32, np.bool_)
+        bits[self._allowed()] = True
+        return np.packbits(bits, bitorder="little").view(np.uint32)
+
+    def copy(self) -> RemainderMatcher:
+        return RemainderMatcher(self._length, self._end_ids)
+
+    def _allowed(self) -> list[int]:
+        if self._num_tokens == self._length:
+            return list(self._end_ids)
+        return [t for t in range(LIMITS.vocab_size) if t % 5 == self._remainder and t != EOS]
+
+
+class RemainderGrammars:
+    """Grammars whose text is a length; a negative one leads nowhere."""
+
+    def __init__(self) -> None:
+        self._length = 0
+
+    def compile(self, grammar: Grammar) -> RemainderGrammars:
+        compiled = RemainderGrammars()
+        compiled._length = int(grammar.text)
+        return compiled
+
+    def matcher(self, params: SamplingParams, eos_token_ids: Sequence[int] = ()) -> RemainderMatcher:
+        return RemainderMatcher(self._length, () if params.ignore_eos else eos_token_ids)
+
+
+def gated(length: int, **options: object) -> SamplingParams:
+    return SamplingParams(grammar=Grammar("regex", str(length)), **options)  # type: ignore[arg-type]
+
+
+def expected(prompt: list[int], params: SamplingParams, sample_index: int = 0) -> list[int]:
+    """The answer computed token by token."""
+    assert params.grammar is not None
+    matcher = RemainderGrammars().compile(params.grammar).matcher(params, LIMITS.eos_token_ids)
+    sequence = FakeSequence(list(prompt), len(prompt), 0, [], params, params.seed or 0, sample_index, (EOS,))
+    while len(sequence.tokens) - len(prompt) < params.max_tokens:
+        token = sample(sequence, len(sequence.tokens) - 1, LIMITS.vocab_size, matcher._allowed())
+        sequence.append(token)
+        if token == EOS:
+            break
+        matcher.accept(token)
+    return sequence.tokens[len(prompt) :]
+
+
+def serve(
+    cases: list[tuple[list[int], SamplingParams]], *, overlap: bool, num_pages: int = 257
+) -> list[RequestOutput]:
+    limits = make_limits(num_slots=4, num_pages=(num_pages,))
+    loop = HostLoop(FakeEngine(limits), overlap=overlap, grammars=RemainderGrammars())
+    for number, (prompt, params) in enumerate(cases):
+        loop.add(str(number), prompt, params)
+    outputs = {d.request_id: d.output for d in loop.run_until_idle() if d.output is not None}
+    loop.check_integrity()
+    return [outputs[str(number)] for number in range(len(cases))]
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlapped"])
+@pytest.mark.parametrize("num_pages", [257, 12], ids=["ample", "tiny pool"])
+def test_gated_answers_are_the_same_in_every_schedule(overlap: bool, num_pages: int) -> None:
+    free = SamplingParams(max_tokens=30, seed=3, ignore_eos=True)
+    cases = [
+        ([5, 6, 7], gated(6, max_tokens=30, seed=1)),
+        ([8] * 9, free),
+        ([9] * 11, gated(12, max_tokens=30, seed=2, n=3)),
+        ([4], gated(25, max_tokens=20, temperature=0)),
+        ([5, 6], free),
+    ]
+    outputs = serve(cases, overlap=overlap, num_pages=num_pages)
+    if num_pages == 12:
+        assert sum(output.metrics.num_preemptions for output in outputs) > 0
+    for (prompt, params), output in zip(cases, outputs, strict=True):
+        for answer in output.outputs:
+            if params.grammar is None:
+                tokens, _, _ = expected_answer(LIMITS, prompt, params, params.seed or 0, answer.index)
+            else:
+                tokens = expected(prompt, params, answer.index)
+            assert answer.token_ids == tokens
+    reasons = [output.outputs[0].finish_reason for output in outputs]
+    assert reasons == ["stop", "length", "stop", "length", "length"]
+
+
+def test_a_dead_end_ends_its_request_alone() -> None:
+    other = SamplingParams(max_tokens=20, seed=3, ignore_eos=True)
+    dead, well = serve([([1, 2], gated(-4, max_tokens=30, seed=1)), ([3], other)], overlap=True)
+    (answer,) = dead.outputs
+    assert (answer.finish_reason, answer.stop_reason) == ("error", "a dead end")
+    assert len(answer.token_ids) == 4
+    assert well.outputs[0].token_ids == expected_answer(LIMITS, [3], other, 3)[0]
+
+
+def test_a_complete_text_that_no_token_can_end_ends_by_itself() -> None:
+    (output,) = serve([([1, 2], gated(4, max_tokens=30, seed=1, ignore_eos=True))], overlap=True)
+    assert len(output.outputs[0].token_ids) == 4
+    assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", None)
+
+
+def test_a_gated_request_that_is_aborted_leaves_nothing_behind() -> None:
+    loop = HostLoop(FakeEngine(LIMITS), grammars=RemainderGrammars())
+    for name in "abc":
+        loop.add(name, [1, 2, 3], gated(50, max_tokens=60, seed=1))
+    for steps in range(12):
+        if steps == 5:
+            assert loop.abort("a")
+        loop.step()
+    assert loop.abort("b")
+    assert loop.abort("c")
+    list(loop.run_until_idle())
+    loop.check_integrity()
+    assert loop.num_running == 0
+
+
+def test_a_loop_without_grammars_refuses_them() -> None:
+    with pytest.raises(ValueError, match="grammar of kind regex: this engine was given no grammars"):
+        HostLoop(FakeEngine(LIMITS)).add("a", [1], gated(3))
+
+
+def test_a_malformed_grammar_is_refused_when_it_is_added() -> None:
+    loop = HostLoop(FakeEngine(LIMITS), grammars=RemainderGrammars())
+    with pytest.raises(ValueError, match="invalid literal"):
+        loop.add("a", [1], SamplingParams(grammar=Grammar("regex", "x")))
+    assert loop.idle
