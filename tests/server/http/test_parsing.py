@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import re
 from typing import Any
 
 import pytest
 
 pytest.importorskip("starlette", reason="needs the server extra")
 
-from jaxserve.plan import SamplingParams
+from jaxserve.plan import Grammar, SamplingParams
 from server.core import HTTP_CODES, ServiceError, Status
 from server.http.chat import read_chat
 from server.http.completions import read_completion
@@ -41,8 +43,12 @@ SAMPLING = {
 
 
 def test_every_sampling_parameter_arrives() -> None:
-    body = SAMPLING | {"stop": ["a", "b"], "logit_bias": {"5": -1, "6": 2.5}}
-    wanted = SAMPLING | {"logit_bias": {5: -1.0, 6: 2.5}, "logprobs": 3}
+    body = SAMPLING | {"stop": ["a", "b"], "logit_bias": {"5": -1, "6": 2.5}, "guided_regex": "a+"}
+    wanted = SAMPLING | {
+        "logit_bias": {5: -1.0, 6: 2.5},
+        "logprobs": 3,
+        "grammar": Grammar("regex", "a+"),
+    }
     chat = read_chat(body | {"messages": MESSAGES, "logprobs": True, "top_logprobs": 3})
     completion = read_completion(body | {"prompt": "x", "logprobs": 3})
     assert chat.params == completion.params == SamplingParams(**wanted)
@@ -91,6 +97,99 @@ def test_echo_asks_for_the_prompt_s_logprobs_and_does_not_show_them_twice() -> N
     assert not call.return_prompt_logprobs
 
 
+SCHEMA = {"type": "object", "properties": {"é": {"type": "string"}}}
+SCHEMA_TEXT = json.dumps(SCHEMA, ensure_ascii=False)
+
+
+@pytest.mark.parametrize(
+    ("body", "grammar"),
+    [
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, Grammar("json_object")),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "description": "y", "strict": True, "schema": SCHEMA},
+                }
+            },
+            Grammar("json_schema", SCHEMA_TEXT),
+        ),
+        ({"guided_json": SCHEMA}, Grammar("json_schema", SCHEMA_TEXT)),
+        ({"guided_json": json.dumps(SCHEMA)}, Grammar("json_schema", SCHEMA_TEXT)),
+        ({"guided_regex": "a+"}, Grammar("regex", "a+")),
+        ({"guided_choice": ["a", "b"]}, Grammar("choice", '["a", "b"]')),
+        ({"guided_grammar": 'root ::= "a"'}, Grammar("ebnf", 'root ::= "a"')),
+        ({"structured_outputs": {}}, None),
+        ({"structured_outputs": {"json": SCHEMA}}, Grammar("json_schema", SCHEMA_TEXT)),
+        ({"structured_outputs": {"json": "{}"}}, Grammar("json_schema", "{}")),
+        ({"structured_outputs": {"regex": "a+", "json": None}}, Grammar("regex", "a+")),
+        ({"structured_outputs": {"choice": ["a"]}}, Grammar("choice", '["a"]')),
+        ({"structured_outputs": {"grammar": "x"}}, Grammar("ebnf", "x")),
+        (
+            {"structured_outputs": {"json_object": True, "disable_fallback": False}},
+            Grammar("json_object"),
+        ),
+    ],
+)
+def test_an_answer_s_form_is_read_from_every_name_it_has(body: dict[str, Any], grammar: Any) -> None:
+    assert read_completion({"prompt": "x"} | body).params.grammar == grammar
+    assert read_chat({"messages": MESSAGES} | body).params.grammar == grammar
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ({"response_format": "json"}, "response_format", "expected an object"),
+        ({"response_format": {"type": "grammar"}}, "response_format.type", "json_object or json_schema"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "is missing"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+            "response_format.json_schema.schema",
+            "is missing",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": 1}}},
+            "response_format.json_schema.schema",
+            "a JSON schema",
+        ),
+        (
+            {"response_format": {"type": "text", "json_schema": {"schema": {}}}},
+            "response_format.json_schema",
+            "does not go with type text",
+        ),
+        ({"response_format": {"type": "text", "odd": 1}}, "response_format.odd", "unknown parameter"),
+        ({"guided_json": "{"}, "guided_json", "a JSON schema"),
+        ({"guided_json": "[" * 100_000}, "guided_json", "a JSON schema"),
+        ({"guided_regex": ""}, "guided_regex", "is empty"),
+        ({"guided_choice": []}, "guided_choice", "a list of strings"),
+        ({"guided_choice": ["a", ""]}, "guided_choice", "not empty"),
+        ({"structured_outputs": {"grammar": ""}}, "structured_outputs.grammar", "is empty"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag", "unknown"),
+        (
+            {"structured_outputs": {"disable_any_whitespace": True}},
+            "structured_outputs.disable_any_whitespace",
+            "cannot do",
+        ),
+        (
+            {"structured_outputs": {"regex": "a", "choice": ["a"]}},
+            "structured_outputs.choice",
+            "structured_outputs.regex and structured_outputs.choice together",
+        ),
+        (
+            {"guided_regex": "a", "response_format": {"type": "json_object"}},
+            "guided_regex",
+            "response_format and guided_regex together",
+        ),
+    ],
+)
+def test_a_form_that_is_none_is_refused_by_name(body: dict[str, Any], param: str, message: str) -> None:
+    with pytest.raises(ApiError, match=re.escape(message)) as refused:
+        read_completion({"prompt": "x"} | body)
+    assert refused.value.status == 400
+    assert refused.value.param == param
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -106,7 +205,6 @@ def test_echo_asks_for_the_prompt_s_logprobs_and_does_not_show_them_twice() -> N
         ({"stop_token_ids": [True]}, "stop_token_ids"),
         ({"service_tier": "flex"}, "service_tier"),
         ({"store": True}, "store"),
-        ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
         ({"prompt": ["x"] * 257}, "prompt"),
     ],
 )
