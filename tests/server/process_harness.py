@@ -30,12 +30,13 @@ class Running:
 
 
 @asynccontextmanager
-async def running(*arguments: str) -> AsyncIterator[Running]:
+async def running(*arguments: str, module: str = "tests.server.fake_server") -> AsyncIterator[Running]:
     """Start a server; kill it if it is still there at the end."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
-        *("-m", "tests.server.fake_server", *arguments),
+        *("-m", module, *arguments),
         cwd=ROOT,
+        stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
