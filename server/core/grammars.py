@@ -6,8 +6,8 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
+from jaxserve.gates import GrammarSource
 from jaxserve.plan import Grammar
-from jaxserve.structured import GrammarCompiler
 from server.core.errors import ServiceError, Status
 
 _NUM_THREADS = 8
@@ -27,15 +27,16 @@ class GrammarChecker(Protocol):
 
 
 class CompiledGrammars:
-    """A GrammarChecker whose grammars a compiler keeps, for the loop to find them there."""
+    """A GrammarChecker over what the loop takes its grammars from, which keeps those that were compiled."""
 
-    def __init__(self, compiler: GrammarCompiler) -> None:
-        self._compiler = compiler
+    def __init__(self, source: GrammarSource) -> None:
+        """source: safe to use from several threads."""
+        self._source = source
         # Threads of its own: whoever waits for a hostile grammar keeps nobody else's work waiting.
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="grammars")
 
     async def check(self, grammar: Grammar) -> None:
-        await asyncio.get_running_loop().run_in_executor(self._threads, self._compiler.compile, grammar)
+        await asyncio.get_running_loop().run_in_executor(self._threads, self._source.compile, grammar)
 
 
 async def check_grammar(checker: GrammarChecker | None, grammar: Grammar | None) -> None:

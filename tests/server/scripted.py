@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
+import numpy as np
+import numpy.typing as npt
+
 from jaxserve.async_engine import Engine
 from jaxserve.loop import HostLoop
-from jaxserve.plan import Grammar, SamplingParams
+from jaxserve.plan import Grammar, SamplingParams, pack_token_ids
 from server.core import Service
+from server.core.grammars import CompiledGrammars
 from tests.fake_engine import FakeEngine, make_limits
 from tests.fake_model import byte_tokenizer
 from tests.server.harness import IDENTITY
@@ -33,6 +37,19 @@ class _ScriptedText:
         return ""
 
 
+class _AnyToken:
+    """A matcher that lets everything through."""
+
+    def accept(self, token_id: int) -> None:
+        assert 0 <= token_id < LIMITS.vocab_size
+
+    def mask(self) -> npt.NDArray[np.uint32]:
+        return pack_token_ids(range(LIMITS.vocab_size), LIMITS.vocab_size)
+
+    def copy(self) -> _AnyToken:
+        return self
+
+
 class Script:
     """What the next answers say, and what the service asked of the engine."""
 
@@ -41,15 +58,16 @@ class Script:
         """A piece for each token."""
         self.prompts: list[str] = []
         self.params: list[SamplingParams] = []
-        self.grammars: list[Grammar] = []
-        """Those that were checked."""
         self._tokenizer = byte_tokenizer()
 
-    async def check(self, grammar: Grammar) -> None:
-        """Every grammar passes but one."""
+    def compile(self, grammar: Grammar) -> Script:
+        """Every grammar can be followed but one; the text is not the tokens', so they may be any."""
         if grammar.text == "impossible":
             raise ValueError(f"{grammar.kind}: nothing is like that")
-        self.grammars.append(grammar)
+        return self
+
+    def matcher(self, params: SamplingParams, eos_token_ids: Sequence[int] = ()) -> _AnyToken:
+        return _AnyToken()
 
     def answer_text(self, prompt_ids: Sequence[int], params: SamplingParams) -> _ScriptedText:
         self.prompts.append(self._tokenizer.decode(prompt_ids))
@@ -60,10 +78,10 @@ class Script:
 @asynccontextmanager
 async def scripted_serving(script: Script, template: str) -> AsyncIterator[tuple[Service, HostLoop]]:
     """A running service for a model with this chat template; afterwards every page must be free."""
-    loop = HostLoop(FakeEngine(LIMITS), answer_text=script.answer_text)
+    loop = HostLoop(FakeEngine(LIMITS), answer_text=script.answer_text, grammars=script)
     engine = Engine(loop)
     try:
-        yield Service(IDENTITY, byte_tokenizer(template), engine, grammars=script), loop
+        yield Service(IDENTITY, byte_tokenizer(template), engine, grammars=CompiledGrammars(script)), loop
     finally:
         engine.close()
     loop.check_integrity()

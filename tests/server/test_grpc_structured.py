@@ -65,10 +65,11 @@ def vllm(constraint: dict[str, Any]) -> vllm_engine_pb2.GenerateRequest:
 
 def test_every_kind_of_grammar_arrives() -> None:
     async def main(served: Served, script: Script) -> None:
-        calls = [(served.native.Generate(native(message)), grammar) for message, grammar in NATIVE]
-        calls += [(served.vllm.Generate(vllm(constraint)), grammar) for constraint, grammar in VLLM]
-        for call, grammar in calls:
-            await drained(call)
+        for message, grammar in NATIVE:
+            await drained(served.native.Generate(native(message)))
+            assert script.params[-1].grammar == grammar
+        for constraint, grammar in VLLM:
+            await drained(served.vllm.Generate(vllm(constraint)))
             assert script.params[-1].grammar == grammar
 
     with_script(main)
