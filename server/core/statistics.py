@@ -8,10 +8,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from jaxserve.outputs import RequestOutput
+from jaxserve.scheduling.classes import DEFAULT_CLASSES
 from server.core.errors import ServiceError, Status
 from server.core.requests import DEFAULT_CLASS, RequestRecord
 from server.core.telemetry import histogram
-from server.core.telemetry.goodput import AnswerTimes, Targets, answer_times
+from server.core.telemetry.goodput import AnswerTimes, Targets, answer_times, class_targets
 from server.core.telemetry.histogram import Histogram
 from server.core.telemetry.labels import BoundedLabels
 from server.core.telemetry.watch import StreamWatch
@@ -28,10 +29,12 @@ class StatisticsOptions:
 
     targets: Targets = field(default_factory=Targets)
     """Of a class that has none of its own."""
-    class_targets: Mapping[str, Targets] = field(default_factory=dict[str, Targets])
+    class_targets: Mapping[str, Targets] = field(default_factory=lambda: class_targets(DEFAULT_CLASSES))
     """By priority class."""
     max_tenants: int = 32
     """That are counted by name; the rest is counted as "other"."""
+    compiles_after_ready: Callable[[], int] = lambda: 0
+    """How many programs have been compiled while the model was served."""
 
 
 class Latencies:

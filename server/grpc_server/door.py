@@ -15,6 +15,7 @@ from server.core import Routes, RouteState
 from server.core.ports import check_free
 from server.core.tenants import Tenants
 from server.core.tls import TlsFiles
+from server.grpc_server.calls import CallCount
 from server.grpc_server.guard import TokenGuard
 from server.grpc_server.malformed import DecodeGuard
 from server.grpc_server.native import NativeServicer
@@ -64,7 +65,8 @@ class GrpcDoor:
         self._options = options
         self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
         tenants = Tenants(options.tokens)
-        guards = [DecodeGuard()] if options.tokens is None else [TokenGuard(tenants), DecodeGuard()]
+        guards: list[grpc.aio.ServerInterceptor] = [CallCount(routes.calls, (NATIVE_SERVICE, VLLM_SERVICE))]
+        guards += [DecodeGuard()] if options.tokens is None else [TokenGuard(tenants), DecodeGuard()]
         self._server = grpc.aio.server(interceptors=guards, options=_OPTIONS)
         engine_pb2_grpc.add_EngineServicer_to_server(NativeServicer(routes, tenants), self._server)
         vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(VllmServicer(routes, tenants), self._server)

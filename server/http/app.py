@@ -15,6 +15,7 @@ from starlette.routing import Route
 from server.core import Routes, ServiceError
 from server.core.tenants import Tenants
 from server.http.caller import BearerAuth
+from server.http.calls import CallCount
 from server.http.endpoints import Endpoints
 from server.http.errors import ApiError, from_service
 from server.http.options import HttpOptions
@@ -44,7 +45,7 @@ def build_app(routes: Routes, options: HttpOptions | None = None) -> Starlette:
             Route("/ready/{name:path}", at.ready),
             Route("/metrics", at.metrics),
         ],
-        middleware=_middleware(options),
+        middleware=_middleware(options, routes),
         exception_handlers={
             ApiError: _api_error,
             ServiceError: _service_error,
@@ -55,11 +56,12 @@ def build_app(routes: Routes, options: HttpOptions | None = None) -> Starlette:
     )
 
 
-def _middleware(options: HttpOptions) -> list[Middleware]:
+def _middleware(options: HttpOptions, routes: Routes) -> list[Middleware]:
     """The outermost first: a browser asks whether it may, before it shows a token."""
+    count = Middleware(CallCount, calls=routes.calls)
     auth = Middleware(BearerAuth, tenants=Tenants(options.tokens))
     if not options.allow_origins:
-        return [auth]
+        return [count, auth]
     cors = Middleware(
         CORSMiddleware,
         allow_origins=list(options.allow_origins),
@@ -67,7 +69,7 @@ def _middleware(options: HttpOptions) -> list[Middleware]:
         allow_headers=["*"],
         expose_headers=["x-request-id", "x-jaxserve-route", "x-jaxserve-route-reason", "retry-after"],
     )
-    return [cors, auth]
+    return [count, cors, auth]
 
 
 def _respond(error: ApiError) -> Response:

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp
 from jaxserve.text import Tokenizer
 from jaxserve.version import __version__
 from server.core import GenerateRequest, Generation, Routes, RouteState, Service
+from server.core.telemetry.prometheus import CONTENT_TYPE, Metrics
 from server.core.trace import read_trace
 from server.http.answers import AnswerFormat, Identity, Json, new_name, route_headers
 from server.http.body import read_json_object
@@ -20,7 +21,6 @@ from server.http.chat import ChatAnswer, read_chat
 from server.http.completions import CompletionAnswer, read_completion
 from server.http.errors import ApiError
 from server.http.events import EventStream
-from server.http.metrics import CONTENT_TYPE, Metrics
 from server.http.options import HttpOptions
 from server.http.requests import Call, ChatPrompt, PromptInput, TextPrompt
 from server.http.streams import collect, while_connected

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from math import inf
 
 from jaxserve.outputs import RequestOutput
+from jaxserve.scheduling.classes import PriorityClass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +48,17 @@ class AnswerTimes:
     tpot: float | None
     """None for an answer of one token."""
     e2el: float
+
+
+def class_targets(classes: Iterable[PriorityClass]) -> dict[str, Targets]:
+    """What each priority class aims at."""
+    return {
+        one.name: Targets(ttft=_finite(one.ttft_target), tpot=_finite(one.tpot_target)) for one in classes
+    }
+
+
+def _finite(seconds: float) -> float | None:
+    return seconds if seconds < inf else None
 
 
 def read_targets(text: str) -> Targets:

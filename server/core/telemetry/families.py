@@ -1,0 +1,341 @@
+"""Every metric of a service: its name, what it means, and where its value is read.
+
+Names that begin with `vllm:` mean what they mean in vLLM. All have the label `model_name`, the route's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from jaxserve.loop_stats import STEP_ROWS_BUCKETS, LoopSnapshot
+from jaxserve.version import __version__
+from server.core.service import Load, Service
+from server.core.statistics import ClassStatistics, Latencies, Statistics
+from server.core.telemetry.histogram import cumulative
+
+FINISH_REASONS = ("stop", "length", "abort", "error")
+Buckets = list[tuple[str, float]]
+
+
+class Distribution(Protocol):
+    """A histogram to read."""
+
+    @property
+    def total(self) -> float: ...
+
+    def cumulative(self) -> Buckets: ...
+
+
+Value = float | Distribution
+Sample = tuple[tuple[str, ...], Value]
+"""Values of a family's own labels, and the value."""
+
+
+@dataclass(frozen=True)
+class View:
+    """A service at the moment of reading."""
+
+    service: Service
+    load: Load
+    snapshot: LoopSnapshot
+
+    @property
+    def counts(self) -> Statistics:
+        return self.service.statistics
+
+
+@dataclass(frozen=True)
+class Family:
+    """One metric."""
+
+    name: str
+    """Of a counter without the `_total` that the text format adds."""
+    kind: Literal["gauge", "counter", "histogram"]
+    help: str
+    read: Callable[[View], Iterable[Sample]]
+    labels: tuple[str, ...] = ()
+    """Beside `model_name`."""
+
+
+@dataclass(frozen=True)
+class _StepRows:
+    """The loop's own histogram of rows in a step."""
+
+    snapshot: LoopSnapshot
+
+    @property
+    def total(self) -> float:
+        return float(self.snapshot.num_step_rows)
+
+    def cumulative(self) -> Buckets:
+        return cumulative(STEP_ROWS_BUCKETS, self.snapshot.step_rows)
+
+
+def _one(read: Callable[[View], Value]) -> Callable[[View], list[Sample]]:
+    return lambda view: [((), read(view))]
+
+
+def _gauge(name: str, text: str, read: Callable[[View], float]) -> Family:
+    return Family(name, "gauge", text, _one(read))
+
+
+def _counter(name: str, text: str, read: Callable[[View], float]) -> Family:
+    return Family(name, "counter", text, _one(read))
+
+
+def _latency(name: str, text: str, read: Callable[[Latencies], Distribution]) -> Family:
+    return Family(name, "histogram", text, _one(lambda view: read(view.counts.latencies)))
+
+
+def _by_class(
+    name: str,
+    kind: Literal["gauge", "counter", "histogram"],
+    text: str,
+    read: Callable[[ClassStatistics], Value | None],
+) -> Family:
+    def samples(view: View) -> Iterator[Sample]:
+        for label, one in view.counts.classes.items():
+            value = read(one)
+            if value is not None:
+                yield (label,), value
+
+    return Family(name, kind, text, samples, ("class",))
+
+
+def _cache_config(view: View) -> list[Sample]:
+    load, identity = view.load, view.service.identity
+    return [((str(load.page_size), str(load.num_pages), identity.kv_format), 1.0)]
+
+
+def _model_info(view: View) -> list[Sample]:
+    identity = view.service.identity
+    known = (identity.fingerprint, identity.precision, identity.kv_format, identity.device, __version__)
+    return [(known, 1.0)]
+
+
+def _finished(view: View) -> list[Sample]:
+    return [((reason,), view.counts.num_finished[reason]) for reason in FINISH_REASONS]
+
+
+_LOADS = (
+    _gauge("vllm:num_requests_running", "Samples in slots.", lambda view: view.load.num_running),
+    _gauge("vllm:num_requests_waiting", "Samples in the queue.", lambda view: view.load.num_waiting),
+    _gauge(
+        "vllm:kv_cache_usage_perc",
+        "Share of the pages that are held, of the fullest cache group; 1 is all.",
+        lambda view: view.load.kv_usage,
+    ),
+    Family(
+        "vllm:cache_config_info",
+        "gauge",
+        "Always 1: tokens on a page, pages, and format of the KV pool.",
+        _cache_config,
+        ("block_size", "num_gpu_blocks", "cache_dtype"),
+    ),
+    Family(
+        "jaxserve:model_info",
+        "gauge",
+        "Always 1: which model answers, in what precision.",
+        _model_info,
+        ("fingerprint", "precision", "kv_format", "device", "version"),
+    ),
+    _gauge(
+        "jaxserve:engine_up",
+        "1 while the engine runs, 0 after it has failed.",
+        lambda view: float(view.service.engine.failure is None),
+    ),
+    _gauge(
+        "jaxserve:draining",
+        "1 while new requests are refused because the server shuts down.",
+        lambda view: float(view.service.draining),
+    ),
+    _gauge("jaxserve:num_slots", "Samples that can run at once.", lambda view: view.load.num_slots),
+)
+
+_STEPS = (
+    _counter(
+        "vllm:prompt_tokens",
+        "Tokens of prompts that have been read, computed or found in the prefix cache.",
+        lambda view: view.snapshot.num_prompt_tokens,
+    ),
+    _counter(
+        "vllm:generation_tokens",
+        "Tokens sampled; moves with every step.",
+        lambda view: view.snapshot.num_sampled,
+    ),
+    _counter(
+        "vllm:num_preemptions",
+        "Times that a running sample gave up its pages, to be recomputed.",
+        lambda view: view.snapshot.num_preemptions,
+    ),
+    Family(
+        "vllm:iteration_tokens_total",
+        "histogram",
+        "Token rows in a step, of prompts and answers.",
+        _one(lambda view: _StepRows(view.snapshot)),
+    ),
+    _counter("jaxserve:steps", "Steps collected from the device.", lambda view: view.snapshot.num_steps),
+    Family(
+        "jaxserve:host_stage_seconds",
+        "counter",
+        "What the host loop's wall time went to; the stages sum to it.",
+        lambda view: [((stage,), seconds) for stage, seconds in view.snapshot.stage_seconds.items()],
+        ("stage",),
+    ),
+    _counter(
+        "jaxserve:compiles_after_ready",
+        "Programs that the process compiled after its models were ready: faults that somebody waited for.",
+        lambda view: view.counts.options.compiles_after_ready(),
+    ),
+)
+
+_REQUESTS = (
+    Family(
+        "vllm:request_success",
+        "counter",
+        "Requests answered, by how they ended.",
+        _finished,
+        ("finished_reason",),
+    ),
+    _latency(
+        "vllm:time_to_first_token_seconds",
+        "From arrival to the first token, as the door takes it.",
+        lambda latencies: latencies.first_token,
+    ),
+    _latency(
+        "vllm:inter_token_latency_seconds",
+        "From one delta of a sample to its next, as the door takes them: one for each delta.",
+        lambda latencies: latencies.inter_token,
+    ),
+    _latency(
+        "vllm:request_time_per_output_token_seconds",
+        "Of a request with several tokens, the mean time between two.",
+        lambda latencies: latencies.per_token,
+    ),
+    _latency(
+        "vllm:e2e_request_latency_seconds", "From arrival to the end.", lambda latencies: latencies.total
+    ),
+    _latency(
+        "vllm:request_queue_time_seconds",
+        "From the queue's end to the first slot.",
+        lambda latencies: latencies.queue,
+    ),
+    _latency(
+        "vllm:request_prefill_time_seconds",
+        "From the first slot to the first token.",
+        lambda latencies: latencies.prefill,
+    ),
+    _latency(
+        "vllm:request_decode_time_seconds",
+        "From the first token to the end.",
+        lambda latencies: latencies.decode,
+    ),
+    _latency(
+        "vllm:request_inference_time_seconds",
+        "From the first slot to the end.",
+        lambda latencies: latencies.inference,
+    ),
+    _latency("vllm:request_prompt_tokens", "Tokens of a prompt.", lambda latencies: latencies.prompt_tokens),
+    _latency(
+        "vllm:request_prefill_kv_computed_tokens",
+        "Tokens of a prompt that were not found in the prefix cache.",
+        lambda latencies: latencies.computed_tokens,
+    ),
+    _latency(
+        "vllm:request_generation_tokens",
+        "Tokens of an answer, over its samples.",
+        lambda latencies: latencies.answer_tokens,
+    ),
+    _latency(
+        "vllm:request_params_n", "Samples that a request asked for.", lambda latencies: latencies.num_samples
+    ),
+    _latency(
+        "vllm:request_params_max_tokens",
+        "Longest answer that a request asked for, where it named one.",
+        lambda latencies: latencies.max_tokens,
+    ),
+)
+
+_SERVICE = (
+    Family(
+        "jaxserve:request_refused",
+        "counter",
+        "Requests that the model never admitted, by why.",
+        lambda view: [((status.value,), count) for status, count in view.counts.num_refused.items()],
+        ("status",),
+    ),
+    Family(
+        "jaxserve:request_failed",
+        "counter",
+        "Requests admitted and not answered, by why.",
+        lambda view: [((status.value,), count) for status, count in view.counts.num_failed.items()],
+        ("status",),
+    ),
+    Family(
+        "jaxserve:admission_rejections",
+        "counter",
+        "Requests refused for want of room or share, by what was exhausted.",
+        lambda view: [((reason,), count) for reason, count in view.counts.num_rejected.items()],
+        ("reason",),
+    ),
+    Family(
+        "jaxserve:requests",
+        "counter",
+        "Requests that have ended or were refused; the outcome is a finish reason or a status.",
+        lambda view: view.counts.num_requests.items(),
+        ("class", "tenant", "outcome"),
+    ),
+    Family(
+        "jaxserve:request_tokens",
+        "counter",
+        "Tokens of requests that have ended, by kind: prompt, cached (part of the prompt), generated.",
+        lambda view: view.counts.num_tokens.items(),
+        ("tenant", "kind"),
+    ),
+    _by_class(
+        "jaxserve:class_time_to_first_token_seconds",
+        "histogram",
+        "From arrival to the first token of an answer that was completed.",
+        lambda one: one.first_token,
+    ),
+    _by_class(
+        "jaxserve:class_time_per_output_token_seconds",
+        "histogram",
+        "Mean time between two tokens of an answer.",
+        lambda one: one.per_token,
+    ),
+    _by_class(
+        "jaxserve:ttft_target_seconds",
+        "gauge",
+        "Time to the first token that is promised.",
+        lambda one: one.targets.ttft,
+    ),
+    _by_class(
+        "jaxserve:tpot_target_seconds",
+        "gauge",
+        "Mean time between two tokens that is promised.",
+        lambda one: one.targets.tpot,
+    ),
+    _by_class(
+        "jaxserve:judged_requests",
+        "counter",
+        "Requests that were held against their class's targets: answered, or failed by our fault.",
+        lambda one: one.num_judged,
+    ),
+    _by_class(
+        "jaxserve:goodput_requests",
+        "counter",
+        "Of those, the ones that kept every target.",
+        lambda one: one.num_good,
+    ),
+    _by_class(
+        "jaxserve:goodput_tokens",
+        "counter",
+        "Tokens sampled for the latter.",
+        lambda one: one.num_good_tokens,
+    ),
+)
+
+FAMILIES = (*_LOADS, *_STEPS, *_REQUESTS, *_SERVICE)
