@@ -103,7 +103,15 @@ def test_a_real_model_answers_alike_at_every_door(shared_data: Path) -> None:
             )
             vllm = [r async for r in vllm_engine_pb2_grpc.VllmEngineStub(channel).Generate(asked)]
             body = {"prompt": prompt, "temperature": 0.8, "seed": 7, "max_tokens": count}
-            completion = (await http.post("/v1/completions", json={"model": "stories"} | body)).json()
+            completion = (await http.post("/v1/completions", json={"model": "hf"} | body)).json()
+            small = (await http.post("/v1/completions", json={"model": "small"} | body)).json()
+            assert small["usage"]["completion_tokens"] == count
+            assert native[-1].final.receipt.kv_format == "float32"
+            info = await stub.GetModelInfo(pb.GetModelInfoRequest(model="small"))
+            assert (info.kv_format, info.model_fingerprint) == (
+                "int8",
+                native[-1].final.receipt.model_fingerprint,
+            )
             return [
                 (streamed, text),
                 (list(vllm[-1].complete.output_ids), text),
@@ -119,8 +127,8 @@ def test_a_real_model_answers_alike_at_every_door(shared_data: Path) -> None:
             "0",
             "--num-slots",
             "2",
-            "--name",
-            "stories",
+            "--route",
+            f"small={model},kv=int8,slots=1,fallback=hf",
         ]
         process = await asyncio.create_subprocess_exec(
             sys.executable,
@@ -131,7 +139,7 @@ def test_a_real_model_answers_alike_at_every_door(shared_data: Path) -> None:
         )
         assert process.stdout is not None
         try:
-            lines = [(await process.stdout.readline()).decode().rstrip() for _ in range(11)]
+            lines = [(await process.stdout.readline()).decode().rstrip() for _ in range(18)]
             found = await answers(lines[0].split()[1], lines[1].split()[1])
             process.send_signal(signal.SIGTERM)
             assert await process.wait() == 0
@@ -148,15 +156,12 @@ def test_a_real_model_answers_alike_at_every_door(shared_data: Path) -> None:
         "grpc",
         "http",
         "access",
-        "model",
-        "device",
-        "precision",
-        "pages",
-        "slots",
-        "ladder",
-        "sampling",
+        *(chosen := ["model", "device", "precision", "pages", "slots", "ladder", "sampling"]),
+        *chosen,
         "ready",
     ]
+    assert lines[10].startswith("model     small is hf (llama, ")
+    assert lines[10].endswith(", overflow to hf")
     with LLM(str(model), num_slots=2, max_chunk=16) as llm:
         (output,) = llm.generate(prompt, SamplingParams(temperature=0.8, seed=7, max_tokens=count))
     assert found == [(output.outputs[0].token_ids, output.outputs[0].text)] * 3

@@ -1,0 +1,73 @@
+"""`--route NAME=MODEL[,KEY=VALUE...]`, and what else declares a route."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from server.command import SERVE, read_route_arguments
+from server.route_arguments import RouteArguments
+
+
+def routes(*arguments: str) -> list[RouteArguments]:
+    parser = argparse.ArgumentParser()
+    SERVE.add_arguments(parser)
+    return read_route_arguments(parser.parse_args(arguments))
+
+
+def test_models_are_routes_by_their_own_names_and_the_first_is_the_default() -> None:
+    first, second, third = routes(
+        "owner/a", "b", "--route", "chat=smollm2-135m,fallback=b", "--dtype", "bfloat16"
+    )
+    assert (first.name, first.model) == ("owner/a", "owner/a")
+    assert (second.name, second.fallback) == ("b", None)
+    assert (third.name, third.model, third.fallback) == ("chat", "smollm2-135m", "b")
+    assert {route.settings["dtype"] for route in (first, second, third)} == {"bfloat16"}
+    (named,) = routes("owner/a", "--name", "chat")
+    assert (named.name, named.model) == ("chat", "owner/a")
+
+
+def test_a_route_s_own_options_come_before_those_of_all() -> None:
+    text = (
+        "small=m,dtype=float32,kv=int8,slots=3,max-model-len=99,max_chunk=16,kv_memory=2M,deterministic,"
+        "max_waiting=5,generation_config=none"
+    )
+    other, small = routes("m", "--route", text, "--num-slots", "8", "--max-waiting", "7", "--max-chunk", "32")
+    assert (other.settings["num_slots"], other.settings["max_chunk"], other.max_waiting) == (8, 32, 7)
+    assert other.generation_config == "auto"
+    assert small.settings == {
+        "dtype": "float32",
+        "kv_format": "int8",
+        "num_slots": 3,
+        "max_model_len": 99,
+        "max_chunk": 16,
+        "kv_memory": 2**21,
+        "deterministic": True,
+    }
+    assert (small.max_waiting, small.generation_config) == (5, "none")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "nothing to serve"),
+        (["a", "a"], "two routes are called 'a'"),
+        (["a", "--route", "a=b"], "two routes are called 'a'"),
+        (["a", "b", "--name", "c"], "--name is for a single MODEL"),
+        (["a", "--route", "chat"], "expected NAME=MODEL"),
+        (["a", "--route", "=b"], "expected NAME=MODEL"),
+        (["a", "--route", "c=b,colour=red"], "'colour' is not one of dtype, kv"),
+        (["a", "--route", "c=b,slots=many"], "slots: 'many' is no whole number"),
+        (["a", "--route", "c=b,kv=int8,kv_format=int8"], "kv_format is there twice"),
+        (["a", "--route", "c=b,kv_memory=big"], "kv_memory: 'big' is no size"),
+        (["a", "--route", "c=b,deterministic=maybe"], "'maybe' is not true or false"),
+        (["a", "--route", "c=b,generation_config=file"], "'file' is not one of auto, none"),
+        (["a", "--route", "c=b,fallback="], "fallback: a name is missing"),
+        (["a", "--route", "c\td=b"], "printable"),
+        (["a", "--max-waiting", "-1"], "--max-waiting -1 is negative"),
+    ],
+)
+def test_what_is_malformed_is_named(arguments: list[str], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        routes(*arguments)
