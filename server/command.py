@@ -8,6 +8,7 @@ import ipaddress
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,6 +18,7 @@ from jaxserve.commands.command import add_verbose_argument, say, shows_status
 from jaxserve.commands.options import add_engine_arguments, read_engine_settings
 from jaxserve.interrupts import interrupts_deferred
 from server.route_arguments import RouteArguments, read_routes
+from server.telemetry_arguments import add_telemetry_arguments, read_outlets, read_statistics
 
 if TYPE_CHECKING:
     from server.core import Routes
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from server.process import Door
 
 DEFAULT_GRPC_PORT = 50051
+TOOL_PARSERS = ("auto", "none", "hermes", "llama3", "mistral")
+"""As `server.http.tool_speech` has them, which help need not import."""
 
 _PACKAGES = ("grpc", "grpc_health", "grpc_reflection", "smg_grpc_proto", "starlette", "uvicorn")
 """Of the `server` extra."""
@@ -89,6 +93,12 @@ class Serve:
         )
         add("--http-port", type=_port, metavar="N", help="also serve HTTP; 0 takes a free port")
         add("--allow-origin", action="append", default=[], metavar="ORIGIN", help=_ORIGIN_HELP)
+        add(
+            "--tool-parser",
+            choices=TOOL_PARSERS,
+            default="auto",
+            help="how models write tool calls; auto goes by the chat template (default %(default)s)",
+        )
         add("--tls-cert", type=Path, metavar="FILE", help="PEM certificate chain of the server")
         add("--tls-key", type=Path, metavar="FILE", help="its PEM private key")
         add(
@@ -111,6 +121,7 @@ class Serve:
             metavar="S",
             help="for running requests to end after SIGTERM (default %(default)s)",
         )
+        add_telemetry_arguments(parser)
         add_verbose_argument(parser)
         add_engine_arguments(parser)
 
@@ -159,13 +170,16 @@ def _serve(args: argparse.Namespace, access: Access, declared: Sequence[RouteArg
         import server.grpc_server
         import server.http_door  # noqa: F401
         from server.core import Routes
+        from server.core.telemetry.outlets import Outlets
         from server.loading import ModelLoader
         from server.process import serve
 
-    loader = ModelLoader(declared, progress=shows_status(args))
+    loader = ModelLoader(declared, read_statistics(args), progress=shows_status(args))
+    outlets = Outlets(read_outlets(args))
 
     async def main() -> int:
         routes = Routes({route.name: route.fallback for route in declared})
+        routes.watch(lambda service: service.observers.extend(outlets.observers))
 
         def on_open(addresses: Sequence[str]) -> None:
             say(f"loading {', '.join(routes.names)}; until then {' and '.join(addresses)} answer unavailable")
@@ -183,7 +197,8 @@ def _serve(args: argparse.Namespace, access: Access, declared: Sequence[RouteArg
             announce=announce,
         )
 
-    status = asyncio.run(main())
+    with closing(outlets):
+        status = asyncio.run(main())
     if loader.running:
         _leave_at_once(status)
     return status
@@ -212,6 +227,7 @@ def _doors(args: argparse.Namespace, access: Access, routes: Routes) -> list[Doo
                 tls=access.tls,
                 tokens=access.tokens,
                 allow_origins=args.allow_origin,
+                tool_parser=args.tool_parser,
             )
         )
     return doors

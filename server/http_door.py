@@ -15,6 +15,7 @@ from server.core.ports import listen
 from server.core.tls import TlsFiles
 from server.http.app import build_app
 from server.http.options import HttpOptions
+from server.http.tool_speech import ToolParserName
 
 _START_POLL = 0.005
 
@@ -39,6 +40,7 @@ class HttpDoor:
         tls: TlsFiles | None = None,
         tokens: Mapping[str, str] | None = None,
         allow_origins: Sequence[str] = (),
+        tool_parser: ToolParserName = "auto",
     ) -> None:
         """Prepare a door.
 
@@ -49,11 +51,13 @@ class HttpDoor:
             tls: without it, the door speaks plain HTTP.
             tokens: the tenant of each bearer token; None asks nobody for one.
             allow_origins: web origins whose pages may ask; "*" is all.
+            tool_parser: see `HttpOptions`.
         """
         self._host = host
         self._port = port
         self._scheme = "http" if tls is None else "https"
-        app = build_app(routes, HttpOptions(tokens=tokens, allow_origins=tuple(allow_origins)))
+        options = HttpOptions(tokens=tokens, allow_origins=tuple(allow_origins), tool_parser=tool_parser)
+        app = build_app(routes, options)
         config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off")
         if tls is not None:
             config.ssl_certfile = str(tls.certificate)

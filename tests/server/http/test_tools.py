@@ -14,7 +14,9 @@ pytest.importorskip("starlette", reason="needs the server extra")
 openai = pytest.importorskip("openai", reason="needs the official client")
 
 from jaxserve.plan import Grammar  # noqa: E402
+from server.command import TOOL_PARSERS  # noqa: E402
 from server.http.options import HttpOptions  # noqa: E402
+from server.http.tool_speech import TOOL_PARSER_NAMES  # noqa: E402
 from tests.fake_model import TEMPLATE  # noqa: E402
 from tests.server.http.running import http_server  # noqa: E402
 from tests.server.scripted import Script, scripted_serving  # noqa: E402
@@ -252,6 +254,7 @@ def test_a_template_that_knows_no_tools_is_served_and_the_log_says_so(
 
 
 def test_the_operator_has_the_last_word_on_the_format() -> None:
+    assert TOOL_PARSERS == TOOL_PARSER_NAMES
     for served in serve(MISTRAL, HttpOptions(tool_parser="hermes")):
         assert calls_of(served.ask(ANSWER).choices[0].message) == CALLS
     for served in serve(HERMES, HttpOptions(tool_parser="none")):
