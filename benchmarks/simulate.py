@@ -21,6 +21,7 @@ from jaxserve.plan import EngineLimits
 from jaxserve.planning import (
     CHIPS,
     MODELS,
+    Contender,
     CostModel,
     Footprint,
     Simulation,
@@ -38,7 +39,7 @@ from jaxserve.planning import (
 )
 from jaxserve.planning.footprint import KV_BYTES, WEIGHT_BYTES
 from jaxserve.planning.plots import draw_timelines
-from jaxserve.planning.policies import POLICIES
+from jaxserve.planning.policies import POLICIES, find_contender
 from jaxserve.scheduling.classes import DEFAULT_CLASSES
 
 TRACE_FOLDER = Path(__file__).resolve().parents[2] / "shared" / "data" / "traces"
@@ -89,7 +90,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     machine.add_argument("--max-model-len", type=int, help="by default what the trace needs")
     machine.add_argument("--host-us", type=float, default=300.0, help="the host's time for each step")
     asked = parser.add_argument_group("what is asked")
-    asked.add_argument("--policy", type=names, default=list(POLICIES), help=",".join(POLICIES))
+    asked.add_argument("--policy", type=names, default=list(POLICIES), help=f"{','.join(POLICIES)}, or files")
     asked.add_argument("--ttft", type=float, help="target in seconds; by default each class's own")
     asked.add_argument("--tpot", type=float, help="likewise")
     asked.add_argument("--json", type=Path, help="write all figures to this file")
@@ -102,11 +103,7 @@ def numbers(text: str) -> list[float]:
 
 
 def names(text: str) -> list[str]:
-    chosen = text.split(",")
-    for name in chosen:
-        if name not in POLICIES:
-            raise argparse.ArgumentTypeError(f"policy {name!r} is not one of {', '.join(POLICIES)}")
-    return chosen
+    return text.split(",")
 
 
 def shares(text: str) -> dict[str, float]:
@@ -148,7 +145,9 @@ def build_machine(args: argparse.Namespace, trace: Trace) -> tuple[CostModel, En
     raise AssertionError("the last count returns or raises")
 
 
-def run(setting: Setting, load: float, policy: str) -> tuple[Simulation, Summary, float]:
+def run(
+    setting: Setting, load: float, policy: str, contender: Contender
+) -> tuple[Simulation, Summary, float]:
     """One simulation, its figures, and how long it took."""
     trace = setting.trace.scaled(load)
     start = time.perf_counter()
@@ -159,7 +158,7 @@ def run(setting: Setting, load: float, policy: str) -> tuple[Simulation, Summary
             trace,
             setting.limits,
             setting.cost.step_seconds,
-            POLICIES[policy],
+            contender,
             setting.options,
             on_end=bar.update,
         )
@@ -223,6 +222,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         trace = open_trace(args)
         cost, limits = build_machine(args, trace)
+        contenders = {Path(name).stem: find_contender(name) for name in args.policy}
         options = SimulationOptions(
             host_seconds=args.host_us * 1e-6,
             max_tokens=args.max_tokens,
@@ -238,8 +238,8 @@ def main(arguments: list[str] | None = None) -> None:
     timelines: dict[str, Simulation] = {}
     for load in args.load:
         summaries: dict[str, Summary] = {}
-        for policy in args.policy:
-            simulation, summaries[policy], wall = run(setting, load, policy)
+        for policy, contender in contenders.items():
+            simulation, summaries[policy], wall = run(setting, load, policy, contender)
             results.append(
                 {"load": load, "policy": policy, "wall_seconds": wall} | summaries[policy].to_json()
             )

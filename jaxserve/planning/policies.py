@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 
 from jaxserve.loop import HostLoop
 from jaxserve.plan import EngineLimits
@@ -37,3 +38,16 @@ POLICIES: Mapping[str, Contender] = {
     "fair": contender(SchedulerPolicy(), gated=True),
 }
 """First come, first served, as engines without classes do; ours, with the default classes and limits."""
+
+
+def find_contender(name: str) -> Contender:
+    """One of `POLICIES`, or a policy file (.toml or .json) behind its door.
+
+    Raises ValueError for a name that is neither, or a policy that contradicts itself.
+    """
+    if name in POLICIES:
+        return POLICIES[name]
+    path = Path(name)
+    if not path.is_file():
+        raise ValueError(f"policy {name!r} is neither one of {', '.join(POLICIES)} nor a file")
+    return contender(SchedulerPolicy.read(path), gated=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+import numpy.typing as npt
 
 from jaxserve.plan import EngineLimits, IntArray, SlotLoad, StepHandle, StepPlan, StepResult, StepShape
 from jaxserve.planning.cost_model import CostModel, Counts
@@ -74,6 +75,9 @@ class VirtualEngine:
         self._known[slot] = len(load.tokens)
         self._computed[slot] = load.num_computed
         self._end_at[slot] = load.num_prompt_tokens + load.seed
+
+    def load_masks(self, slots: IntArray, masks: npt.NDArray[np.uint32]) -> None:
+        """Takes no time here, and no tokens are told apart."""
 
     def dispatch(self, plan: StepPlan) -> StepHandle:
         """Queue a step behind what the device has to do, once the host has spent its time."""

@@ -153,6 +153,18 @@ def test_the_command_writes_figures(tmp_path: Path, capsys: pytest.CaptureFixtur
     ]
 
 
+def test_a_policy_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    policy = tmp_path / "strict.toml"
+    policy.write_text("[classes.default]\nmax_waiting = 0\n")
+    slow = ["--slots", "1", "--load", "100"]
+    main(["--trace", str(small_trace(tmp_path)), *SMALL, *slow, "--policy", f"fcfs,{policy}"])
+    printed = capsys.readouterr().out
+    assert "fcfs: " in printed
+    assert "refused: none" in printed
+    assert "strict: " in printed
+    assert "queue_full" in printed
+
+
 def test_the_command_draws(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     picture = tmp_path / "timeline.png"
@@ -168,6 +180,7 @@ def test_the_command_draws(tmp_path: Path) -> None:
         (["--model", "gpt-9"], "gpt-9"),
         (["--num-chips", "1", "--model", "llama-3.1-70b"], "the weights take"),
         (["--tenants", "a=-1"], "not all above 0"),
+        (["--policy", "best"], "policy 'best' is neither one of fcfs"),
     ],
 )
 def test_the_command_says_what_is_wrong(tmp_path: Path, arguments: list[str], complaint: str) -> None:
