@@ -19,7 +19,8 @@ _TYPES = {
     429: "rate_limit_error",
 }
 """Of the others, those from 400 on are the client's fault and those from 500 on the server's."""
-_PARAMETERS = frozenset(field.name for field in fields(SamplingParams)) | {"prompt"}
+_PARAMETERS = frozenset(field.name for field in fields(SamplingParams)) - {"grammar"} | {"prompt"}
+"""A grammar has several names here, and none of them is its own."""
 
 
 class ApiError(Exception):

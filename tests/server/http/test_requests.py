@@ -174,9 +174,12 @@ _NAMES = (
     "model prompt messages n stream stream_options temperature top_p top_k min_p seed stop logprobs "
     "top_logprobs echo logit_bias max_tokens min_tokens tools stop_token_ids allowed_token_ids "
     "bad_token_ids prompt_logprobs response_format user repetition_penalty presence_penalty "
-    "ignore_eos metadata chat_template_kwargs tokens odd"
+    "ignore_eos metadata chat_template_kwargs tokens odd tool_choice parallel_tool_calls "
+    "structured_outputs guided_json guided_regex guided_choice"
 )
-_KEYS = st.text(max_size=5) | st.sampled_from(["role", "content", "1", "type", "text", "include_usage"])
+_KEYS = st.text(max_size=5) | st.sampled_from(
+    ["role", "content", "1", "type", "text", "include_usage", "tool_calls", "function", "name", "json"]
+)
 _SCALARS = st.one_of(
     st.none(),
     st.booleans(),

@@ -263,6 +263,14 @@ def test_the_operator_has_the_last_word_on_the_format() -> None:
         HttpOptions(tool_parser="odd")  # type: ignore[arg-type]
 
 
+def test_tokenize_counts_the_tools(hermes: Served) -> None:
+    hermes.ask("x")
+    found = hermes.client.post(
+        "../tokenize", body={"messages": [USER], "tools": TOOLS}, cast_to=dict[str, Any]
+    )
+    assert found["count"] == len(hermes.script.prompts[-1])
+
+
 def test_logprobs_stay_with_their_tokens(hermes: Served) -> None:
     choices = hermes.stream(ANSWER, 10, logprobs=True)
     entries = [entry for choice in choices if choice.logprobs for entry in choice.logprobs.content]
@@ -300,7 +308,8 @@ def test_what_is_wrong_is_named(hermes: Served, asked: dict[str, Any], param: st
 
 
 def test_a_grammar_that_cannot_be_followed_is_refused(hermes: Served) -> None:
-    with pytest.raises(openai.BadRequestError, match="nothing is like that"):
+    with pytest.raises(openai.BadRequestError, match="grammar regex: nothing is like that") as refused:
         hermes.ask("", tools=[], extra_body={"guided_regex": "impossible"})
+    assert refused.value.param is None
     hermes.ask("x", tools=[], extra_body={"guided_regex": "x"})
     assert hermes.script.params[-1].grammar == Grammar("regex", "x")
