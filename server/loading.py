@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from server.core import ModelIdentity, Service, identify
+from server.core.statistics import StatisticsOptions
 from server.route_arguments import RouteArguments, model_name
 
 if TYPE_CHECKING:
@@ -20,8 +22,12 @@ class ModelLoader:
     download fails.
     """
 
-    def __init__(self, routes: Sequence[RouteArguments], *, progress: bool) -> None:
+    def __init__(
+        self, routes: Sequence[RouteArguments], statistics: StatisticsOptions, *, progress: bool
+    ) -> None:
         self._routes = routes
+        self._statistics = replace(statistics, compiles_after_ready=self.compiles_after_ready)
+        self._compiles_when_ready: int | None = None
         self._progress = progress
         self.lines: list[str] = []
         """What was chosen for the models that are loaded."""
@@ -35,11 +41,20 @@ class ModelLoader:
         finally:
             self.running = False
 
+    def compiles_after_ready(self) -> int:
+        """Programs that the process has compiled since every model was loaded, whichever it was for."""
+        if self._compiles_when_ready is None:
+            return 0
+        from jaxserve.engine.compile_cache import compile_counter
+
+        return compile_counter().count - self._compiles_when_ready
+
     def _load(self) -> Iterator[Service]:
         import jax
 
         from jaxserve.async_engine import Engine
         from jaxserve.engine.build import EngineOptions
+        from jaxserve.engine.compile_cache import compile_counter
         from jaxserve.opened_model import make_loop, open_model
 
         # Whatever is wrong with any of them is to be said before the first is loaded.
@@ -62,7 +77,9 @@ class ModelLoader:
                 Engine(make_loop(device, model.tokenizer)),
                 max_waiting=route.max_waiting,
                 sampling_defaults=defaults,
+                statistics=self._statistics,
             )
+        self._compiles_when_ready = compile_counter().count
 
 
 def describe(

@@ -52,7 +52,7 @@ def make_provider(endpoint: str | None, environ: Mapping[str, str]) -> TracerPro
 
     named = "OTEL_SERVICE_NAME" in environ or "service.name=" in environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
     about = {"service.version": __version__} | ({} if named else {"service.name": "jaxserve"})
-    provider = TracerProvider(resource=Resource.create(about))
+    provider = TracerProvider(resource=Resource.create(about), shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(_make_exporter(endpoint, environ)))
     return provider
 

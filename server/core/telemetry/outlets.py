@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from server.core.request_log import open_request_log
 from server.core.requests import RequestRecord
 from server.core.telemetry.otlp import make_provider, wants_spans
+
+_LAST_WORDS = 3.0
+"""Seconds for the last spans to reach their collector."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,13 +40,20 @@ class Outlets:
             from server.core.telemetry.spans import RequestSpans
 
             self.observers.append(RequestSpans(provider))
-            self._closers.append(provider.shutdown)
+            self._closers.append(functools.partial(_within, _LAST_WORDS, provider.shutdown))
         log = open_request_log(options.request_log)
         if log is not None:
             self.observers.append(log)
             self._closers.append(log.close)
 
     def close(self) -> None:
-        """Write what is left, and stop. It may take some seconds where nobody takes it."""
+        """Write what is left, and stop. What nobody takes within seconds is lost."""
         for close in self._closers:
             close()
+
+
+def _within(seconds: float, action: Callable[[], object]) -> None:
+    """Do something on a thread, and wait for it so long at most: it must not keep the process."""
+    thread = threading.Thread(target=action, daemon=True)
+    thread.start()
+    thread.join(seconds)
