@@ -141,8 +141,10 @@ async def http_stream_disconnect(scene: Scene) -> AsyncIterator[None]:
         httpx.AsyncClient(base_url=scene.url) as client,
         client.stream("POST", "/v1/completions", json=BODY | {"stream": True}) as answer,
     ):
-        await anext(answer.aiter_lines())
+        lines = answer.aiter_lines()  # Kept: with its last reader the answer would be closed.
+        await anext(lines)
         yield
+        await answer.aclose()
     await was_noticed(scene)
 
 
