@@ -102,13 +102,15 @@ CHIPS: Mapping[str, Chip] = {
         ),
         Chip(
             name="cpu-2-cores",
-            flops={"float32": 88e9},
+            flops={"float32": 173e9},
             memory_bytes=8 * _GB,
-            memory_bandwidth=35 * _GB,
+            memory_bandwidth=35.1 * _GB,
             link_bandwidth=0.0,
-            step_overhead=5e-3,
-            source="measured on 2 cores of an AMD EPYC (AVX2), jax 0.10.2: float32 product of 1024 rows with "
-            "[4096, 1024], read bandwidth of benchmarks.offline; overhead as left by its decode steps",
+            step_overhead=2.5e-3,
+            source="2 cores of an AMD EPYC with AVX2, measured by benchmarks.offline (SmolLM2-135M, float32; "
+            "benchmarks/results/offline-cpu-2-cores.json): read bandwidth 35.1 GB/s; 454 prompt tokens a "
+            "second are 104 GFLOP/s, 60 % of 2 x 32 operations at 2.7 GHz; the overhead is what one-row "
+            "decoding leaves. Steps of a few rows are slower than this: 16 took 2.4 times as long",
         ),
     )
 }

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -192,3 +196,19 @@ def test_a_plausible_machine() -> None:
     cost = CostModel(Footprint.of(MODELS["llama-3.1-8b"]), find_chip("h100"))
     seconds = cost.step_seconds(StepShape(1, 1, 1, decode=True), ints(500), ints(1))
     assert 1 / seconds == pytest.approx(158, rel=0.1)
+
+
+def test_the_measured_cpu() -> None:
+    """One stream and one long prompt, as benchmarks.offline measured them on that machine."""
+    results = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "offline-cpu-2-cores.json"
+    measured = json.loads(results.read_text())["rates"]["jaxserve"]
+    formats: dict[str, Any] = {
+        "weight_format": "float32",
+        "kv_format": "float32",
+        "compute_format": "float32",
+    }
+    cost = CostModel(Footprint.of(MODELS["smollm2-135m"]), find_chip("cpu-2-cores"), page_size=16, **formats)
+    decode = cost.step_seconds(StepShape(1, 1, 1, decode=True), ints(96), ints(1))
+    assert 1 / decode == pytest.approx(measured["decode 1"], rel=0.15)
+    chunks = [cost.step_seconds(StepShape(256, 16, 16), ints(at), ints(256)) for at in (0, 256)]
+    assert 512 / sum(chunks) == pytest.approx(measured["prefill"], rel=0.15)
