@@ -27,7 +27,8 @@ def add_telemetry_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=32,
         metavar="N",
-        help="tenants that metrics count by name; the rest is other (default %(default)s)",
+        help="tenants that metrics, which anyone may read, count by name; the rest is other "
+        "(default %(default)s)",
     )
 
 
@@ -39,12 +40,12 @@ def read_outlets(args: argparse.Namespace) -> OutletOptions:
 
 
 def read_statistics(args: argparse.Namespace) -> StatisticsOptions:
-    """What is promised and counted. Raises ValueError for targets that are none, or no tenant at all."""
+    """What is promised and counted. Raises ValueError for targets that are none, or a negative count."""
     from server.core.statistics import StatisticsOptions
     from server.core.telemetry.goodput import read_targets
 
-    if args.metrics_tenants < 1:
-        raise ValueError(f"--metrics-tenants {args.metrics_tenants} is below 1")
+    if args.metrics_tenants < 0:
+        raise ValueError(f"--metrics-tenants {args.metrics_tenants} is negative")
     if args.goodput is None:
         return StatisticsOptions(max_tenants=args.metrics_tenants)
     targets = read_targets(args.goodput)

@@ -32,7 +32,7 @@ class StatisticsOptions:
     class_targets: Mapping[str, Targets] = field(default_factory=lambda: class_targets(DEFAULT_CLASSES))
     """By priority class."""
     max_tenants: int = 32
-    """That are counted by name; the rest is counted as "other"."""
+    """That are counted by name; the rest is counted as "other", all of them for 0."""
     compiles_after_ready: Callable[[], int] = lambda: 0
     """How many programs have been compiled while the model was served."""
 
@@ -128,6 +128,8 @@ class Statistics:
         self.num_prompt_tokens = 0
         """Of answered requests."""
         self.num_completion_tokens = 0
+        self.num_cached_tokens = 0
+        """Of the prompt tokens, those that were found in the prefix cache."""
         self.num_preemptions = 0
         self.num_requests: Counter[tuple[str, str, str]] = Counter()
         """Requests that have ended or were refused, by class, tenant and outcome."""
@@ -175,6 +177,7 @@ class Statistics:
         self.num_finished[reason] += 1
         self.num_prompt_tokens += len(output.prompt_token_ids)
         self.num_completion_tokens += num_tokens
+        self.num_cached_tokens += output.num_cached_tokens
         self.num_preemptions += output.metrics.num_preemptions
         if reason == "abort":
             return  # Its times say when somebody lost interest.

@@ -10,6 +10,7 @@ import grpc.aio
 
 from jaxserve.version import __version__
 from server.core import GenerateRequest, Routes, ServiceError, Status
+from server.core.telemetry.prometheus import Metrics
 from server.core.tenants import Tenants
 from server.grpc_server.caller import Caller, identify_caller
 from server.grpc_server.native_conversation import read_messages, read_variables
@@ -32,6 +33,7 @@ class NativeServicer(engine_pb2_grpc.EngineServicer):
     def __init__(self, routes: Routes, tenants: Tenants) -> None:
         self._routes = routes
         self._tenants = tenants
+        self._metrics = Metrics(routes)
 
     @reports_errors
     async def Generate(self, request: pb.GenerateRequest, context: _Context) -> None:
@@ -186,6 +188,7 @@ class NativeServicer(engine_pb2_grpc.EngineServicer):
             completion_tokens=statistics.num_completion_tokens,
             preemptions=statistics.num_preemptions,
             steps=service.engine.snapshot().num_steps,
+            metrics=self._metrics.text().decode() if request.with_metrics else None,
         )
 
     @reports_errors

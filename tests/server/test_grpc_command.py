@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import signal
 import sys
@@ -83,9 +84,9 @@ def test_a_model_is_called_by_the_last_part_of_its_path(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_real_model_answers_alike_at_every_door(shared_data: Path) -> None:
+def test_a_real_model_answers_alike_at_every_door(shared_data: Path, tmp_path: Path) -> None:
     model = shared_data / "models" / "stories260K" / "hf"
-    prompt, count = "Once upon a time", 16
+    prompt, count, log = "Once upon a time", 16, tmp_path / "requests.jsonl"
 
     async def answers(grpc_address: str, url: str) -> list[tuple[list[int], str]]:
         async with (
@@ -108,6 +109,9 @@ def test_a_real_model_answers_alike_at_every_door(shared_data: Path) -> None:
             assert small["usage"]["completion_tokens"] == count
             assert native[-1].final.receipt.kv_format == "float32"
             info = await stub.GetModelInfo(pb.GetModelInfoRequest(model="small"))
+            metrics = (await http.get("/metrics")).text.splitlines()
+            for name in ("hf", "small"):
+                assert f'jaxserve:compiles_after_ready_total{{model_name="{name}"}} 0.0' in metrics
             assert (info.kv_format, info.model_fingerprint) == (
                 "int8",
                 native[-1].final.receipt.model_fingerprint,
@@ -132,7 +136,7 @@ def test_a_real_model_answers_alike_at_every_door(shared_data: Path) -> None:
         ]
         process = await asyncio.create_subprocess_exec(
             sys.executable,
-            *("-c", RUN, *arguments, "--max-chunk", "16"),
+            *("-c", RUN, *arguments, "--max-chunk", "16", "--request-log", str(log)),
             cwd=ROOT,
             env=os.environ | {"JAX_PLATFORMS": "cpu"},
             stdout=asyncio.subprocess.PIPE,
@@ -165,3 +169,6 @@ def test_a_real_model_answers_alike_at_every_door(shared_data: Path) -> None:
     with LLM(str(model), num_slots=2, max_chunk=16) as llm:
         (output,) = llm.generate(prompt, SamplingParams(temperature=0.8, seed=7, max_tokens=count))
     assert found == [(output.outputs[0].token_ids, output.outputs[0].text)] * 3
+    written = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [line["receipt"]["route"] for line in written] == ["hf", "hf", "hf", "small"]
+    assert {line["completion_tokens"] for line in written} == {count}

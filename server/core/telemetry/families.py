@@ -161,9 +161,24 @@ _STEPS = (
         lambda view: view.snapshot.num_prompt_tokens,
     ),
     _counter(
+        "vllm:prompt_tokens_cached",
+        "Prompt tokens of answered requests that were found in the prefix cache instead of computed.",
+        lambda view: view.counts.num_cached_tokens,
+    ),
+    _counter(
         "vllm:generation_tokens",
         "Tokens sampled; moves with every step.",
         lambda view: view.snapshot.num_sampled,
+    ),
+    _counter(
+        "vllm:prefix_cache_queries",
+        "Prompt tokens of answered requests, which are looked up in the prefix cache.",
+        lambda view: view.counts.num_prompt_tokens,
+    ),
+    _counter(
+        "vllm:prefix_cache_hits",
+        "Of those, the ones that were found there.",
+        lambda view: view.counts.num_cached_tokens,
     ),
     _counter(
         "vllm:num_preemptions",

@@ -10,9 +10,9 @@ class BoundedLabels:
     """The first few values that are seen keep their names; all further ones are "other"."""
 
     def __init__(self, most: int) -> None:
-        """Raises ValueError if there is no room for a single name."""
-        if most < 1:
-            raise ValueError(f"{most} names: at least one is needed")
+        """`most`: how many names; 0 makes every one "other". Raises ValueError for fewer."""
+        if most < 0:
+            raise ValueError(f"{most} names are fewer than none")
         self._most = most
         self._known: set[str] = set()
 

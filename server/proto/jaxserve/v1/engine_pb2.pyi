@@ -471,13 +471,15 @@ class GetLoadResponse(_message.Message):
     def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., slots: _Optional[int] = ..., free_pages: _Optional[int] = ..., pages: _Optional[int] = ..., page_size: _Optional[int] = ..., kv_usage: _Optional[float] = ..., tokens_per_second: _Optional[float] = ..., draining: _Optional[bool] = ...) -> None: ...
 
 class GetStatsRequest(_message.Message):
-    __slots__ = ("model",)
+    __slots__ = ("model", "with_metrics")
     MODEL_FIELD_NUMBER: _ClassVar[int]
+    WITH_METRICS_FIELD_NUMBER: _ClassVar[int]
     model: str
-    def __init__(self, model: _Optional[str] = ...) -> None: ...
+    with_metrics: bool
+    def __init__(self, model: _Optional[str] = ..., with_metrics: _Optional[bool] = ...) -> None: ...
 
 class GetStatsResponse(_message.Message):
-    __slots__ = ("uptime_seconds", "admitted", "refused", "finished", "failed", "prompt_tokens", "completion_tokens", "preemptions", "steps")
+    __slots__ = ("uptime_seconds", "admitted", "refused", "finished", "failed", "prompt_tokens", "completion_tokens", "preemptions", "steps", "metrics")
     class RefusedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -508,6 +510,7 @@ class GetStatsResponse(_message.Message):
     COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
     uptime_seconds: float
     admitted: int
     refused: _containers.ScalarMap[str, int]
@@ -517,7 +520,8 @@ class GetStatsResponse(_message.Message):
     completion_tokens: int
     preemptions: int
     steps: int
-    def __init__(self, uptime_seconds: _Optional[float] = ..., admitted: _Optional[int] = ..., refused: _Optional[_Mapping[str, int]] = ..., finished: _Optional[_Mapping[str, int]] = ..., failed: _Optional[_Mapping[str, int]] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., steps: _Optional[int] = ...) -> None: ...
+    metrics: str
+    def __init__(self, uptime_seconds: _Optional[float] = ..., admitted: _Optional[int] = ..., refused: _Optional[_Mapping[str, int]] = ..., finished: _Optional[_Mapping[str, int]] = ..., failed: _Optional[_Mapping[str, int]] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., steps: _Optional[int] = ..., metrics: _Optional[str] = ...) -> None: ...
 
 class FlushPrefixCacheRequest(_message.Message):
     __slots__ = ()
