@@ -250,6 +250,8 @@ class SlotLoad:
     eos_token_ids: tuple[int, ...] = ()
     copies: tuple[tuple[int, int, int], ...] = ()
     """Pages to copy before the slot is used, at most one a group: group, source, target."""
+    mask: npt.NDArray[np.uint32] | None = None
+    """[ceil(V / 32)] the tokens that its grammar lets come next, as in `StepEngine.load_masks`."""
 
 
 @dataclass(frozen=True)
@@ -313,6 +315,15 @@ class StepEngine(Protocol):
 
     def load_slot(self, load: SlotLoad) -> None:
         """Fill a slot before the first step that uses it. Asynchronous, in order with dispatches."""
+        ...
+
+    def load_masks(self, slots: IntArray, masks: npt.NDArray[np.uint32]) -> None:
+        """From the next dispatch on these slots, each once, sample only these tokens.
+
+        masks: [S, ceil(V / 32)] a bit for each token, the lowest first (`pack_token_ids`). What a request's
+        own allowed and bad token ids withhold stays withheld; its min_tokens yields where only its end may
+        come. A slot's next load ends its mask. Asynchronous, in order with dispatches.
+        """
         ...
 
     def dispatch(self, plan: StepPlan) -> StepHandle:

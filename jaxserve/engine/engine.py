@@ -6,16 +6,18 @@ import logging
 
 import jax
 import numpy as np
+import numpy.typing as npt
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.compile_cache import compile_counter
 from jaxserve.engine.ladder import chunk_shapes, decode_shapes
 from jaxserve.engine.programs import Programs
-from jaxserve.engine.state import make_state, pack_load
+from jaxserve.engine.slots import pack_copies, pack_load, pack_masks
+from jaxserve.engine.state import make_state
 from jaxserve.engine.step import unpack_result
 from jaxserve.model.cache import page_layouts
 from jaxserve.model.transformer import Params
-from jaxserve.plan import EngineLimits, SlotLoad, StepHandle, StepPlan, StepResult
+from jaxserve.plan import EngineLimits, IntArray, SlotLoad, StepHandle, StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
 
@@ -61,11 +63,21 @@ class DeviceEngine:
             chunk_shapes=chunk_shapes(config),
             max_logprobs=config.max_logprobs,
             eos_token_ids=config.model.eos_token_ids,
+            copies_pages=True,
         )
 
     def load_slot(self, load: SlotLoad) -> None:
         """Fill a slot. Raises ValueError if the load does not fit the engine."""
-        self._state = self._programs.load_slot(self._state, pack_load(load, self._config))
+        programs, packed = self._programs.slots, pack_load(load, self._config)
+        if load.copies:
+            copies = pack_copies(load.copies, self._config.cache.num_pages)
+            self._state = programs.copy_pages(self._state, copies)
+        self._state = programs.load_slot(self._state, packed)
+
+    def load_masks(self, slots: IntArray, masks: npt.NDArray[np.uint32]) -> None:
+        """Let slots sample these tokens only. Raises ValueError if the masks do not fit the engine."""
+        packed = pack_masks(slots, masks, self._config.num_slots, self._config.model.vocab_size)
+        self._state = self._programs.slots.load_masks[len(packed[0])](self._state, *packed)
 
     def dispatch(self, plan: StepPlan) -> StepHandle:
         """Start a step and return at once; steps run in the order of dispatch."""

@@ -1,4 +1,4 @@
-"""The compiled programs of an engine: one to fill a slot, one step for each shape of the ladder.
+"""The compiled programs of an engine: a few small ones to fill slots, one step for each shape of the ladder.
 
 They are compiled from shapes alone, so that a model's weights can be read at the same time.
 """
@@ -17,7 +17,17 @@ import numpy as np
 from jaxserve.config import EngineConfig
 from jaxserve.engine.ladder import chunk_shapes, decode_shapes
 from jaxserve.engine.parameters import abstract_parameters
-from jaxserve.engine.state import DeviceState, PackedLoad, load_slot, make_state, pack_load
+from jaxserve.engine.slots import (
+    PackedLoad,
+    copy_pages,
+    load_masks,
+    load_slot,
+    mask_widths,
+    pack_copies,
+    pack_load,
+    pack_masks,
+)
+from jaxserve.engine.state import DeviceState, make_state, mask_words
 from jaxserve.engine.step import PlanFormat, run_step
 from jaxserve.model.cache import page_layouts
 from jaxserve.model.transformer import LayerLoop, Params, Transformer
@@ -36,11 +46,20 @@ class StepProgram:
 
 
 @dataclass(frozen=True)
+class SlotPrograms:
+    """What prepares slots between steps. Each donates the state."""
+
+    load_slot: Callable[[DeviceState, PackedLoad], DeviceState]
+    copy_pages: Callable[[DeviceState, np.ndarray], DeviceState]
+    load_masks: Mapping[int, Callable[[DeviceState, np.ndarray, np.ndarray], DeviceState]]
+    """By their number, padding included."""
+
+
+@dataclass(frozen=True)
 class Programs:
     """Everything that an engine runs."""
 
-    load_slot: Callable[[DeviceState, PackedLoad], DeviceState]
-    """Donates the state."""
+    slots: SlotPrograms
     steps: Mapping[StepShape, StepProgram]
 
 
@@ -63,7 +82,7 @@ def compile_programs(
     params = abstract_parameters(config.model, config.compute_format, layer_loop)
     state = jax.eval_shape(functools.partial(make_state, config, layouts))
     shapes = decode_shapes(config) + chunk_shapes(config)
-    load = jax.jit(load_slot, donate_argnums=0).lower(state, _example_load(config)).compile()
+    slots = _compile_slot_programs(config, state)
     on_progress(1, len(shapes) + 1)
     steps: dict[StepShape, StepProgram] = {}
     for shape in shapes:
@@ -73,8 +92,26 @@ def compile_programs(
         compiled = jax.jit(step, donate_argnums=1).lower(params, state, vector).compile()
         steps[shape] = StepProgram(form, compiled)
         on_progress(len(steps) + 1, len(shapes) + 1)
-    logger.info("compiled or read %d programs in %.1f s", len(steps) + 1, time.monotonic() - started)
-    return Programs(load, steps)
+    logger.info("compiled or read %d steps in %.1f s", len(steps), time.monotonic() - started)
+    return Programs(slots, steps)
+
+
+def _compile_slot_programs(config: EngineConfig, state: DeviceState) -> SlotPrograms:
+    """From the state's shapes; all together they take a fraction of a step's time to compile."""
+    num_slots, vocab, num_pages = config.num_slots, config.model.vocab_size, config.cache.num_pages
+
+    def compiled(program: Callable[..., DeviceState], *examples: object) -> Callable[..., DeviceState]:
+        return jax.jit(program, donate_argnums=0).lower(state, *examples).compile()
+
+    def masks(width: int) -> tuple[np.ndarray, np.ndarray]:
+        slots = np.arange(width, dtype=np.int32)
+        return pack_masks(slots, np.zeros((width, mask_words(vocab)), np.uint32), num_slots, vocab)
+
+    return SlotPrograms(
+        load_slot=compiled(load_slot, _example_load(config)),
+        copy_pages=compiled(functools.partial(copy_pages, num_pages=num_pages), pack_copies((), num_pages)),
+        load_masks={width: compiled(load_masks, *masks(width)) for width in mask_widths(num_slots)},
+    )
 
 
 def _example_load(config: EngineConfig) -> PackedLoad:

@@ -134,12 +134,16 @@ def adjust_logits(logits_RV: jax.Array, rows: SamplingRows, state: DeviceState) 
             sampling.bias_values[rows.slot], mode="drop"
         )
         adjusted_RV = jnp.where(penalised_R[:, None], _penalise(adjusted_RV, rows, state), adjusted_RV)
-        allowed_RV = _unpack_bits(sampling.allowed[rows.slot], logits_RV.shape[1])
+        allowed_RW = sampling.allowed[rows.slot] & sampling.grammar[rows.slot]
+        allowed_RV = _unpack_bits(allowed_RW, logits_RV.shape[1])
         adjusted_RV = jnp.where(allowed_RV | ~masked_R[:, None], adjusted_RV, NEGATIVE)
         # Unused entries are -1: negative ids count from the end, so send them out of range.
         stop_ids = sampling.stop_ids[rows.slot]
         stop_ids = jnp.where((stop_ids >= 0) & withheld_R[:, None], stop_ids, logits_RV.shape[1])
-        return adjusted_RV.at[row_R1, stop_ids].set(NEGATIVE, mode="drop")
+        goes_on_RV = adjusted_RV.at[row_R1, stop_ids].set(NEGATIVE, mode="drop")
+        # Where only the end may follow, it may: a minimum length yields to a grammar that is at its end.
+        can_go_on_R = jnp.any(goes_on_RV > NEGATIVE, axis=-1)
+        return jnp.where(can_go_on_R[:, None], goes_on_RV, adjusted_RV)
 
     return jax.lax.cond(jnp.any(biased_R | withheld_R | masked_R | penalised_R), adjust, lambda: logits_RV)
 

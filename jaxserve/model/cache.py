@@ -80,3 +80,17 @@ def make_cache(config: EngineConfig, layouts: tuple[PageLayout, ...]) -> Cache:
             )
         )
     return tuple(groups)
+
+
+def copy_page(group: CacheGroup, num_pages: int, source: jax.Array, target: jax.Array) -> CacheGroup:
+    """A group with one page of every layer, scales included, copied onto another, in place."""
+
+    def copy_rows(array: jax.Array) -> jax.Array:
+        def copy_layer(layer: jax.Array, array: jax.Array) -> jax.Array:
+            first = layer * num_pages
+            page = jax.lax.dynamic_slice_in_dim(array, first + source, 1)
+            return jax.lax.dynamic_update_slice_in_dim(array, page, first + target, 0)
+
+        return jax.lax.fori_loop(0, array.shape[0] // num_pages, copy_layer, array)
+
+    return jax.tree.map(copy_rows, group)

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from jaxserve.config import CacheConfig, EngineConfig, LayerKind, ModelConfig
 from jaxserve.engine.sampling import adjust_logits, gumbel_noise, sample, sampling_rows, truncate
-from jaxserve.engine.state import DeviceState, load_slot, make_state, pack_load, seed_words
+from jaxserve.engine.slots import load_slot, pack_load, seed_words
+from jaxserve.engine.state import DeviceState, make_state
 from jaxserve.model.cache import page_layouts
 from jaxserve.plan import SamplingParams, SlotLoad
 from tests.oracle.naive import transform_logits

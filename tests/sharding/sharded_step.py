@@ -14,7 +14,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxserve.config import CacheConfig, EngineConfig, LayerKind, ModelConfig
 from jaxserve.engine.parameters import abstract_parameters
 from jaxserve.engine.shardings import parameter_shardings, state_shardings
-from jaxserve.engine.state import load_slot, make_state, pack_load
+from jaxserve.engine.slots import load_slot, pack_load
+from jaxserve.engine.state import make_state
 from jaxserve.engine.step import PlanFormat, run_step, unpack_result
 from jaxserve.model.cache import page_layouts
 from jaxserve.model.transformer import Transformer

@@ -1,0 +1,209 @@
+"""Filling slots: the host's records as arrays of fixed shapes, and their entry in the device state."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+from jaxserve.config import EngineConfig
+from jaxserve.engine.state import FLOAT_FIELDS, MAX_EOS_IDS, PROMPT_FLAG, DeviceState, mask_words
+from jaxserve.model.cache import copy_page
+from jaxserve.plan import MAX_BIASES, MAX_STOP_IDS, IntArray, SlotLoad
+
+
+@flax.struct.dataclass
+class PackedLoad:
+    """A SlotLoad as the few arrays that travel to the device."""
+
+    scalars: np.ndarray
+    """[9] int32: slot, known, computed, prompt, top_k, min_len, masked, num_biases, wants_logprobs."""
+    key: np.ndarray
+    floats: np.ndarray
+    tokens: np.ndarray
+    pages: np.ndarray
+    stop_ids: np.ndarray
+    bias_ids: np.ndarray
+    bias_values: np.ndarray
+    allowed: np.ndarray
+    grammar: np.ndarray
+
+
+def pack_load(load: SlotLoad, config: EngineConfig) -> PackedLoad:
+    """A load as arrays of fixed shapes.
+
+    Raises ValueError, naming the value and the limit, if it does not fit the engine.
+    """
+    params, vocab = load.params, config.model.vocab_size
+    if len(load.tokens) > config.max_model_len:
+        raise ValueError(f"{len(load.tokens)} tokens; max_model_len is {config.max_model_len}")
+    stop_ids = sorted({*load.eos_token_ids, *params.stop_token_ids})
+    if params.min_tokens and len(stop_ids) > MAX_STOP_IDS + MAX_EOS_IDS:
+        raise ValueError(
+            f"min_tokens with {len(stop_ids)} stop ids; the limit is {MAX_STOP_IDS + MAX_EOS_IDS}"
+        )
+    if load.mask is not None and load.mask.shape != (mask_words(vocab),):
+        raise ValueError(f"a mask of shape {load.mask.shape}; {vocab} tokens take {mask_words(vocab)} words")
+    biases = dict(params.logit_bias or {})
+    allowed = params.permitted_tokens(vocab)
+    pages = np.zeros((len(load.pages), config.pages_per_sequence), np.int32)
+    for group, ids in enumerate(load.pages):
+        pages[group, : len(ids)] = ids
+    scalars = [
+        load.slot,
+        len(load.tokens),
+        load.num_computed,
+        load.num_prompt_tokens,
+        max(params.top_k, 0),
+        load.num_prompt_tokens + params.min_tokens,
+        allowed is not None or load.mask is not None,
+        len(biases),
+        params.logprobs is not None or params.prompt_logprobs is not None,
+    ]
+    return PackedLoad(
+        scalars=np.array(scalars, np.int32),
+        key=seed_words(load.seed, load.sample_index),
+        floats=np.array([getattr(params, name) for name in FLOAT_FIELDS], np.float32),
+        tokens=_padded(load.tokens, config.max_model_len + 1, 0, np.int32),
+        pages=pages,
+        stop_ids=_padded(stop_ids if params.min_tokens else (), MAX_STOP_IDS + MAX_EOS_IDS, -1, np.int32),
+        bias_ids=_padded(biases.keys(), MAX_BIASES, vocab, np.int32),
+        bias_values=_padded(biases.values(), MAX_BIASES, 0.0, np.float32),
+        allowed=_all_tokens(vocab) if allowed is None else allowed,
+        grammar=_all_tokens(vocab) if load.mask is None else load.mask,
+    )
+
+
+def load_slot(state: DeviceState, load: PackedLoad) -> DeviceState:
+    """Fill one slot; the device half of `StepEngine.load_slot`."""
+    slot, known, computed, num_prompt, top_k, min_len, masked, num_biases, wants_logprobs = load.scalars
+    counts_V = _count_tokens(load, state.counts.shape[1], known, num_prompt)
+    sampling = state.sampling
+    sampling = dataclasses.replace(
+        sampling,
+        floats=sampling.floats.at[slot].set(load.floats),
+        top_k=sampling.top_k.at[slot].set(top_k),
+        key=sampling.key.at[slot].set(load.key),
+        min_len=sampling.min_len.at[slot].set(min_len),
+        stop_ids=sampling.stop_ids.at[slot].set(load.stop_ids),
+        bias_ids=sampling.bias_ids.at[slot].set(load.bias_ids),
+        bias_values=sampling.bias_values.at[slot].set(load.bias_values),
+        allowed=sampling.allowed.at[slot].set(load.allowed),
+        grammar=sampling.grammar.at[slot].set(load.grammar),
+        masked=sampling.masked.at[slot].set(masked != 0),
+        num_biases=sampling.num_biases.at[slot].set(num_biases),
+        wants_logprobs=sampling.wants_logprobs.at[slot].set(wants_logprobs != 0),
+    )
+    return dataclasses.replace(
+        state,
+        page_table=state.page_table.at[:, slot].set(load.pages),
+        tokens=state.tokens.at[slot].set(load.tokens),
+        num_known=state.num_known.at[slot].set(known),
+        num_computed=state.num_computed.at[slot].set(computed),
+        counts=state.counts.at[slot].set(counts_V),
+        sampling=sampling,
+    )
+
+
+def mask_widths(num_slots: int) -> tuple[int, ...]:
+    """The numbers of slots for which a program replaces masks: most steps have few with a grammar."""
+    return tuple(sorted({min(4, num_slots), num_slots}))
+
+
+def pack_masks(
+    slots: IntArray, masks: npt.NDArray[np.uint32], num_slots: int, vocab: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Slots and their masks, padded to the next of `mask_widths`. Raises ValueError if they do not fit."""
+    if len(slots) > num_slots or masks.shape != (len(slots), mask_words(vocab)):
+        raise ValueError(
+            f"masks {masks.shape} for {len(slots)} slots; there are {num_slots} slots, "
+            f"and {vocab} tokens take {mask_words(vocab)} words"
+        )
+    width = next(width for width in mask_widths(num_slots) if width >= len(slots))
+    nowhere = num_slots + 1  # out of range: the padding's own slot must not seem to have a grammar
+    padded = np.zeros((width, masks.shape[1]), np.uint32)
+    padded[: len(slots)] = masks
+    return _padded(slots, width, nowhere, np.int32), padded
+
+
+def load_masks(state: DeviceState, slots_X: jax.Array, masks_XW: jax.Array) -> DeviceState:
+    """Replace grammar masks; the device half of `StepEngine.load_masks`."""
+    sampling = dataclasses.replace(
+        state.sampling,
+        grammar=state.sampling.grammar.at[slots_X].set(masks_XW, mode="drop"),
+        masked=state.sampling.masked.at[slots_X].set(True, mode="drop"),
+    )
+    return dataclasses.replace(state, sampling=sampling)
+
+
+def copy_pages(state: DeviceState, copies_G2: jax.Array, num_pages: tuple[int, ...]) -> DeviceState:
+    """Copy in each cache group a (source, target) page of all its layers; page 0 onto itself copies none."""
+    cache = tuple(
+        copy_page(group, pages, source, target)
+        for group, pages, (source, target) in zip(state.cache, num_pages, copies_G2, strict=True)
+    )
+    return dataclasses.replace(state, cache=cache)
+
+
+def pack_copies(copies: Sequence[tuple[int, int, int]], num_pages: tuple[int, ...]) -> np.ndarray:
+    """[G, 2] int32 source and target pages.
+
+    Raises ValueError for a page or group that does not exist, or a second copy in a group.
+    """
+    packed = np.zeros((len(num_pages), 2), np.int32)
+    for group, source, target in copies:
+        if (
+            not 0 <= group < len(num_pages)
+            or not 0 < min(source, target) <= max(source, target) < num_pages[group]
+        ):
+            raise ValueError(
+                f"copy of page {source} to {target} in group {group}; the groups' pages: {num_pages}"
+            )
+        if packed[group].any():
+            raise ValueError(f"two page copies in group {group}; a load has at most one in each")
+        packed[group] = source, target
+    return packed
+
+
+def seed_words(seed: int, sample_index: int) -> np.ndarray:
+    """Two uint32 words that differ in every bit between neighbouring seeds and samples.
+
+    SplitMix64 (Steele, Lea and Flood 2014) over the seed, then over the sample's index.
+    """
+    mask = (1 << 64) - 1
+    state = seed & mask
+    for step in (0, sample_index + 1):
+        state = (state + 0x9E3779B97F4A7C15 * (step + 1)) & mask
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & mask
+        state ^= state >> 31
+    return np.array([state & 0xFFFFFFFF, state >> 32], np.uint32)
+
+
+def _count_tokens(load: PackedLoad, vocab: int, known: jax.Array, num_prompt: jax.Array) -> jax.Array:
+    """[V] counts of the answer so far and flags of the prompt; zeros if no penalty will read them."""
+
+    def count() -> jax.Array:
+        position = jnp.arange(load.tokens.shape[0], dtype=jnp.int32)
+        answered = ((position >= num_prompt) & (position < known)).astype(jnp.int32)
+        prompted = jnp.zeros((vocab,), jnp.bool_).at[load.tokens].max(position < num_prompt)
+        return jnp.zeros((vocab,), jnp.int32).at[load.tokens].add(answered) + prompted * PROMPT_FLAG
+
+    neutral = jnp.array([1.0, 0.0, 0.0], jnp.float32)
+    return jax.lax.cond(jnp.any(load.floats[3:] != neutral), count, lambda: jnp.zeros((vocab,), jnp.int32))
+
+
+def _all_tokens(vocab: int) -> np.ndarray:
+    return np.full(mask_words(vocab), 0xFFFFFFFF, np.uint32)
+
+
+def _padded(values: object, length: int, filler: float, dtype: type) -> np.ndarray:
+    array = np.full(length, filler, dtype)
+    listed = np.fromiter(values, dtype)  # type: ignore[arg-type]
+    array[: len(listed)] = listed
+    return array
