@@ -36,8 +36,8 @@ class RequestQueue:
     cost at most the logarithm of the length, amortised.
 
     A round of planning begins with `begin_round`. Whoever `peek` shows is next; if there is no room for it,
-    the planner waits, or lets others pass with `set_aside`, which the policy bounds: a large request is passed
-    by `max_passed` others at most, and by nobody once it is overdue.
+    the planner waits, or lets others pass with `set_aside`, which the policy bounds: a large request is
+    passed by `max_passed` others at most, and by nobody once it is overdue.
     """
 
     def __init__(self, policy: SchedulerPolicy, num_slots: int, *, score: PrefixScore | None = None) -> None:
@@ -142,6 +142,10 @@ class RequestQueue:
     def remove(self, request: Request) -> None:
         """A waiting request has ended, wherever it stands."""
         entry = self._waiting[request]
+        if not entry.live and entry in self._aside:
+            self._aside.remove(entry)
+            if not self._aside:
+                self._num_may_pass = self.policy.max_passed
         self._withdraw(entry)
         self.accounts.close(entry.account)
 

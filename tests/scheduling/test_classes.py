@@ -106,9 +106,15 @@ def test_a_policy_is_read_alike_from_a_mapping_toml_and_json(tmp_path: Path) -> 
         ({"classes": {"batch": 3}}, "classes.batch 3 is not a table of settings"),
         ({"classes": {"batch": {"wieght": 3}}}, "classes.batch.wieght is not a setting; there are expected_"),
         ({"classes": {"batch": {"name": "x"}}}, "classes.batch.name is not a setting"),
-        ({"classes": {"batch": {"share": 0}}}, "classes.batch.share 0 is out of range: it must be from 0.001"),
+        (
+            {"classes": {"batch": {"share": 0}}},
+            "classes.batch.share 0 is out of range: it must be from 0.001",
+        ),
         ({"classes": {"batch": {"reserved": 1.5}}}, "classes.batch.reserved 1.5 is out of range"),
-        ({"classes": {"batch": {"reserved": 0.625}}}, "the classes reserve 1.0 of the slots; the limit is bel"),
+        (
+            {"classes": {"batch": {"reserved": 0.625}}},
+            "the classes reserve 1.0 of the slots; the limit is bel",
+        ),
         ({"classes": {"": {}}}, "the name of a class is empty"),
         ({"tenants": {"acme": {"max_open": -2}}}, "tenants.acme.max_open -2 is out of range"),
         ({"other_tenants": {"burst": 0}}, "other_tenants.burst 0 is out of range"),

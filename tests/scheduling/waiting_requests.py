@@ -57,5 +57,4 @@ def preempt(queue: RequestQueue, request: Request, now: float = 0.0) -> None:
     """Take a request's slot away and let it wait again."""
     request.advance(RequestState.PREEMPTED)
     queue.leave(request)
-    request.num_computed = 0
     queue.push(request, now)
