@@ -45,8 +45,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, *_pull_errors()) as error:
         if getattr(args, "verbose", False):
             logging.getLogger(__name__).info("where it happened", exc_info=error)
-        print(f"jaxserve {args.command}: error: {error}", file=sys.stderr)
+        print(f"jaxserve {args.command}: error: {_sentence(error)}", file=sys.stderr)
         return _BAD_INPUT
+
+
+def _sentence(error: Exception) -> str:
+    """The error without Python's way of putting a file's."""
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        hint = "; make it readable for this user" if isinstance(error, PermissionError) else ""
+        return f"{error.filename}: {error.strerror.lower()}{hint}"
+    return str(error)
 
 
 def _build_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:

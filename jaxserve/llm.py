@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, TypeVar, Unpack
+from typing import Any, Literal, TypeVar, Unpack
 
 from tqdm.auto import tqdm  # pyright: ignore[reportMissingModuleSource]
 
@@ -53,6 +53,7 @@ class LLM:
         *,
         overlap: bool = True,
         progress: bool = True,
+        generation_config: Literal["auto", "none"] = "auto",
         **settings: Unpack[EngineSettings],
     ) -> None:
         """Find, load and compile a model.
@@ -62,6 +63,8 @@ class LLM:
                 hub id (`owner/name`), or what `open_model` returned.
             overlap: plan a step while the last one runs; answers are the same either way.
             progress: show bars on standard error while downloading, loading and compiling, if it takes long.
+            generation_config: what answers calls without sampling parameters: "auto" takes the model's own
+                defaults from its `generation_config.json`, "none" those of `SamplingParams`.
             settings: fields of `jaxserve.engine.build.EngineOptions`: `max_model_len` (tokens), `num_slots`
                 (sequences at once), `dtype`, `kv_format`, `page_size` (tokens), `kv_memory` (bytes),
                 `num_pages`, `max_chunk` (token rows of the largest step), `deterministic`,
@@ -72,10 +75,14 @@ class LLM:
             ValueError: a model that cannot be read, or a setting that cannot be met, with the limit.
             PullError: a download failed.
         """
+        if generation_config not in ("auto", "none"):
+            raise ValueError(f"generation_config {generation_config!r} is not one of auto, none")
         options = engine_options(settings)
         if isinstance(model, str | os.PathLike):
             model = open_model(model, progress=progress)
         self._tokenizer = model.tokenizer
+        defaults = model.sampling_defaults if generation_config == "auto" else {}
+        self._default_params = SamplingParams(**defaults)
         engine = model.build_engine(options, progress=progress)
         loop = make_loop(engine, self._tokenizer, overlap=overlap)
         self._running: _Running | None = _Running(engine, OfflineLoop(loop))
@@ -93,8 +100,8 @@ class LLM:
             prompts: one, or a list; each a text, a list of token ids, `{"prompt": text}` or
                 `{"prompt_token_ids": ids}`. Text gets a beginning-of-sequence token where the model
                 expects one.
-            sampling_params: for all prompts, or one for each; by default `SamplingParams()`, which samples
-                at temperature 1 and stops after 16 tokens.
+            sampling_params: for all prompts, or one for each; by default what `get_default_sampling_params`
+                returns: without a recommendation of the model, temperature 1 and 16 tokens.
             use_tqdm: show a bar on standard error once the work has taken two seconds.
 
         Returns:
@@ -154,7 +161,7 @@ class LLM:
 
         Args:
             prompt: as `generate` takes it.
-            sampling_params: by default `SamplingParams()`.
+            sampling_params: by default what `get_default_sampling_params` returns.
 
         Returns:
             An iterator over what each step adds: `.text`, `.token_ids`, `.index` of the sample, and with
@@ -185,6 +192,11 @@ class LLM:
     def get_tokenizer(self) -> Tokenizer:
         """The same as `tokenizer`."""
         return self._tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What a call without sampling parameters gets: the model's own recommendation, if it has one and
+        `generation_config` does not say otherwise. `dataclasses.replace` makes variants of it."""
+        return self._default_params
 
     @property
     def config(self) -> EngineConfig:
@@ -235,7 +247,9 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
     ) -> list[RequestOutput]:
-        params = list_params(sampling_params, len(prompts))
+        params = list_params(
+            self._default_params if sampling_params is None else sampling_params, len(prompts)
+        )
         loop = self._open.loop
         for index, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
             _numbered(kind, index, loop.check, prompt.token_ids, one)
@@ -249,7 +263,7 @@ class LLM:
             return loop.generate(prompts, params, lambda output: bar.update(1))
 
     def _stream(self, prompt: EncodedPrompt, sampling_params: SamplingParams | None) -> AnswerIterator:
-        return self._open.loop.stream(prompt, sampling_params or SamplingParams())
+        return self._open.loop.stream(prompt, sampling_params or self._default_params)
 
     def _encode_chat(
         self,

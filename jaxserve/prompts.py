@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 
@@ -58,12 +58,10 @@ def list_conversations(messages: Conversation | Sequence[Conversation]) -> list[
     return list(messages)  # type: ignore[arg-type]
 
 
-def list_params(
-    params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
-) -> list[SamplingParams]:
+def list_params(params: SamplingParams | Sequence[SamplingParams], num_prompts: int) -> list[SamplingParams]:
     """Sampling parameters for each prompt. Raises ValueError unless there are one or as many as prompts."""
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * num_prompts
+    if isinstance(params, SamplingParams):
+        return [params] * num_prompts
     listed = list(params)
     for index, one in enumerate(listed):
         if not isinstance(one, SamplingParams):
@@ -84,9 +82,9 @@ def encode_prompt(prompt: Prompt, tokenizer: Tokenizer) -> EncodedPrompt:
         return EncodedPrompt(tokenizer.encode(prompt), prompt)
     match prompt:
         case {"prompt_token_ids": ids, "prompt": str(text), **rest} if not rest:
-            return EncodedPrompt(ids, text)
+            return EncodedPrompt(_checked_ids(ids), text)
         case {"prompt_token_ids": ids, **rest} if not rest:
-            return EncodedPrompt(ids, None)
+            return EncodedPrompt(_checked_ids(ids), None)
         case {"prompt": str(text), **rest} if not rest:
             return EncodedPrompt(tokenizer.encode(text), text)
         case Mapping():
@@ -95,8 +93,19 @@ def encode_prompt(prompt: Prompt, tokenizer: Tokenizer) -> EncodedPrompt:
                 "or prompt_token_ids"
             )
         case Sequence() | np.ndarray():
-            return EncodedPrompt(prompt, None)
+            return EncodedPrompt(_checked_ids(prompt), None)
     raise ValueError(f"a prompt is {prompt!r}; expected a text, a list of token ids, or a dictionary")
+
+
+def _checked_ids(ids: Any) -> Any:
+    """What may be token ids, which the host loop looks at one by one, and is not several prompts."""
+    first = next(iter(ids), None) if isinstance(ids, Sequence) else None
+    if isinstance(first, str | Mapping | Sequence):
+        raise ValueError(
+            f"a prompt is a list that begins with {first!r}; expected token ids: `generate` and `chat` "
+            "answer several prompts, `stream` and `stream_chat` one"
+        )
+    return ids
 
 
 def _is_token_ids(prompts: object) -> bool:

