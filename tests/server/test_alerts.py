@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from server.core import ServiceError, Status
-from tests.server.promql import Alert, Query, Series
-from tests.server.simulated_day import World, healthy
+pytest.importorskip("prometheus_client")
+yaml = pytest.importorskip("yaml")
+
+from server.core import ServiceError, Status  # noqa: E402
+from tests.server.promql import Alert, Query, Series  # noqa: E402
+from tests.server.simulated_day import World, healthy  # noqa: E402
 
 FILE = Path(__file__).resolve().parents[2] / "server" / "alerts" / "jaxserve.rules.yml"
 RULES: list[dict[str, Any]] = [

@@ -11,20 +11,20 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
-import httpx
 import pytest
 
+httpx = pytest.importorskip("httpx")
 pytest.importorskip("prometheus_client")
 pytest.importorskip("starlette")
 
-from server.core import GenerateRequest, Routes, ServiceError, Status
-from server.core.telemetry.families import FAMILIES
-from server.core.telemetry.prometheus import CALLS, Metrics
-from tests.fake_model import fake_limits
-from tests.server.harness import GREEDY, PacedEngine, SlowEngine, serving
-from tests.server.http.running import HttpServer, http_server
-from tests.server.http.scrape import Scrape
-from tests.server.simulated_day import World, healthy, make_record
+from server.core import GenerateRequest, Routes, ServiceError, Status  # noqa: E402
+from server.core.telemetry.families import FAMILIES  # noqa: E402
+from server.core.telemetry.prometheus import CALLS, Metrics  # noqa: E402
+from tests.fake_model import fake_limits  # noqa: E402
+from tests.server.harness import GREEDY, PacedEngine, SlowEngine, serving  # noqa: E402
+from tests.server.http.running import HttpServer, http_server  # noqa: E402
+from tests.server.http.scrape import Scrape  # noqa: E402
+from tests.server.simulated_day import World, healthy, make_record  # noqa: E402
 
 SHORT = {"model": "fake", "prompt": "one", "temperature": 0, "max_tokens": 12, "ignore_eos": True}
 LONG = SHORT | {"max_tokens": 100}
