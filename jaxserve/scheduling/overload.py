@@ -336,10 +336,10 @@ class AdmissionGate:
             return
         budget = self.policy.retries
         limit = max(budget.ratio * self._first_tries.read(now), float(budget.at_least))
-        num_retries = self._retries.read(now)
-        if num_retries + 1.0 > limit:
+        num_retries = round(self._retries.read(now))
+        if num_retries + 1 > limit:
             message = (
-                f"{num_retries:.0f} retries were let in within {budget.window:g} seconds; the limit is "
+                f"{num_retries} retries were let in within {budget.window:g} seconds; the limit is "
                 f"{limit:.0f}, {budget.ratio:.0%} of the first tries and at least {budget.at_least}"
             )
             raise OverloadError("retry_budget", message, self._drained(state))
