@@ -15,6 +15,15 @@ from bisect import insort
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
+
+
+class PageWatcher(Protocol):
+    """Learns when a page comes to have one holder only, and when it comes to have two."""
+
+    def became_idle(self, page: int) -> None: ...
+
+    def became_shared(self, page: int) -> None: ...
 
 
 class PagePool:
@@ -31,6 +40,7 @@ class PagePool:
         self._last_use = [[0] * pages for pages in num_pages]
         """For each page the latest step that a holder which has let go may have used it in."""
         self._num_deferred = [0] * len(num_pages)
+        self._watchers: list[PageWatcher | None] = [None] * len(num_pages)
         self._num_planned = 0
         self._num_retired = 0
 
@@ -59,8 +69,12 @@ class PagePool:
 
     def retain(self, group: int, page: int) -> None:
         """Add a reference to a held page."""
-        assert self._references[group][page] > 0, f"page {page} of group {group} is not held"
-        self._references[group][page] += 1
+        references = self._references[group]
+        assert references[page] > 0, f"page {page} of group {group} is not held"
+        references[page] += 1
+        watcher = self._watchers[group]
+        if watcher is not None and references[page] == 2:
+            watcher.became_shared(page)
 
     def release(self, group: int, page: int) -> None:
         """Drop a reference; the last one frees the page, after the latest step in flight."""
@@ -73,6 +87,9 @@ class PagePool:
         assert references[page] > 0, f"page {page} of group {group} is not held"
         references[page] -= 1
         if references[page]:
+            watcher = self._watchers[group]
+            if watcher is not None and references[page] == 1:
+                watcher.became_idle(page)
             return
         last_use = self._last_use[group][page]
         if last_use <= self._num_retired:
@@ -84,6 +101,10 @@ class PagePool:
     def held_once(self, group: int, page: int) -> bool:
         """Whether one more release would free the page."""
         return self._references[group][page] == 1
+
+    def watch(self, group: int, watcher: PageWatcher) -> None:
+        """Have `watcher` told of the group's pages from now on, in place of whoever was told before."""
+        self._watchers[group] = watcher
 
     def begin_step(self) -> None:
         """A step has been planned: pages released from now on may be in its use."""
@@ -235,6 +256,12 @@ class PageTable:
         self.num_spanned = prefix.num_full
         grown = self.grow(prefix.num_tokens)
         return [(group, prefix.begun[group], page) for group, _, page in grown]
+
+    def replace(self, group: int, index: int, page: int) -> None:
+        """Hold another page in place of one, with the same tokens computed in it."""
+        self._pool.retain(group, page)
+        self._pool.release(group, self.pages[group][index])
+        self.pages[group][index] = page
 
     def clear(self) -> None:
         """Release every page."""
