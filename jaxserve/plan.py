@@ -66,8 +66,8 @@ class SamplingParams:
     """Never sampled."""
     min_tokens: int = 0
     """No end-of-sequence or stop token id before so many tokens."""
-    max_tokens: int = 16
-    """Longest answer in tokens."""
+    max_tokens: int | None = 16
+    """Longest answer in tokens; more than the longest sequence leaves is cut to that, None takes it all."""
     ignore_eos: bool = False
     stop_token_ids: Sequence[int] = ()
     """End the answer, beside the model's own end-of-sequence ids."""
@@ -95,8 +95,9 @@ class SamplingParams:
         _check_range("repetition_penalty", self.repetition_penalty, 1e-3, 1e3)
         _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _check_range("max_tokens", self.max_tokens, 1, 2**31 - 1)
-        _check_range("min_tokens", self.min_tokens, 0, self.max_tokens)
+        if self.max_tokens is not None:
+            _check_range("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _check_range("min_tokens", self.min_tokens, 0, self.max_tokens or 2**31 - 1)
         if self.seed is not None:
             _check_range("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
         for name in ("logprobs", "prompt_logprobs"):
@@ -288,6 +289,16 @@ class EngineLimits:
     eos_token_ids: tuple[int, ...] = ()
     copies_pages: bool = False
     """Whether a slot's load may copy pages, so that one can start inside a page of another."""
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens that one sequence may have, also if the pool holds less than `max_model_len`."""
+        pools = [
+            (pages - 1) * self.page_size + 1  # The last sampled token is never computed: it needs no room.
+            for window, pages in zip(self.windows, self.num_pages, strict=True)
+            if window == 0
+        ]
+        return min(self.max_model_len, *pools)
 
     def fit(self, rows: int, sequences: int, logit_rows: int, decode: bool) -> StepShape:
         """The smallest compiled shape that holds a step; `decode` if no sequence has a second row."""

@@ -137,6 +137,14 @@ def test_the_longest_sequence_cuts_max_tokens() -> None:
     assert output.outputs[0].finish_reason == "length"
 
 
+def test_without_a_limit_an_answer_takes_the_rest_of_the_longest_sequence() -> None:
+    params = SamplingParams(max_tokens=None, min_tokens=50, temperature=0, ignore_eos=True)
+    for limits, most in ((LIMITS, 128), (make_limits(num_pages=(20,)), 19 * 4 + 1)):
+        (output,) = run(HostLoop(FakeEngine(limits)), (PROMPT, params))
+        assert len(output.outputs[0].token_ids) == most - len(PROMPT)
+        assert output.outputs[0].finish_reason == "length"
+
+
 def test_a_request_without_a_seed_draws_one_and_says_which() -> None:
     params = SamplingParams(max_tokens=8, ignore_eos=True, n=2)
     one, two = run(HostLoop(FakeEngine(LIMITS)), (PROMPT, params), (PROMPT, params))

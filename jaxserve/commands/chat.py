@@ -128,7 +128,7 @@ class _Conversation:
         """Say what the answer's text does not show."""
         sample = output.outputs[0]
         num_tokens = len(sample.token_ids)
-        if sample.finish_reason == "length" and num_tokens < self._params.max_tokens:
+        if sample.finish_reason == "length" and num_tokens != self._params.max_tokens:
             say(
                 f"(the conversation has reached the limit of {self._llm.limits.max_model_len} tokens: "
                 "/reset starts a new one)"

@@ -295,7 +295,7 @@ class Service:
         names = request.absent & self.sampling_defaults.keys()
         chosen = {name: self.sampling_defaults[name] for name in names}
         if request.until_full and "max_tokens" not in chosen:
-            room = _longest_sequence(self.limits) - num_prompt
+            room = self.limits.longest_sequence - num_prompt
             # A prompt that leaves no room is refused by the engine, which names the limit.
             chosen["max_tokens"] = max(room, request.params.min_tokens, 1)
         return replace(request.params, **chosen) if chosen else request.params
@@ -352,16 +352,6 @@ def _expire(reference: weakref.ref[Generation], seconds: float) -> None:
     if generation is not None:
         message = f"the deadline of {seconds:.3f} s has passed"
         generation.fail(ServiceError(Status.DEADLINE_EXCEEDED, message))
-
-
-def _longest_sequence(limits: EngineLimits) -> int:
-    """Tokens that one sequence may have, also if the pool holds less than `max_model_len`."""
-    pools = [
-        (pages - 1) * limits.page_size + 1  # The last sampled token is never computed: it needs no room.
-        for window, pages in zip(limits.windows, limits.num_pages, strict=True)
-        if window == 0
-    ]
-    return min(limits.max_model_len, *pools)
 
 
 def _scoped(tenant: str, request_id: str) -> str:

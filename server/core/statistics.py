@@ -62,7 +62,7 @@ class Latencies:
         self.prompt_tokens.observe(record.num_prompt_tokens)
         self.computed_tokens.observe(record.num_prompt_tokens - output.num_cached_tokens)
         self.answer_tokens.observe(sum(len(sample.token_ids) for sample in output.outputs))
-        if not record.request.until_full:  # else nobody named a number
+        if params.max_tokens is not None and not record.request.until_full:  # else nobody named a number
             self.max_tokens.observe(params.max_tokens)
         self.num_samples.observe(params.n)
         self.total.observe(record.end_time - record.arrival_time)
