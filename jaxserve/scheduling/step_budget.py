@@ -9,7 +9,8 @@ import numpy as np
 from jaxserve.plan import EngineLimits, StepShape
 
 _FEATURES = 3
-_SCALES = np.array([1.0, 256.0, 256.0])
+_SCALE = 256.0
+_SCALES = np.array([1.0, _SCALE, _SCALE])
 _PRIOR = np.array([2e-3, 2e-5, 0.0]) * _SCALES
 """Seconds for a step, for 256 rows of its shape and for 256 rows in use, until something is measured."""
 _PRIOR_WEIGHT = 1e-2
@@ -19,7 +20,7 @@ _FORGET = 0.995
 _OUTLIER_ERRORS, _OUTLIER_PART = 4.0, 0.25
 """A step that is off by more typical errors, and this part of what was expected, is a hiccup."""
 _EAGER = 32
-"""Steps at first after each of which the model is solved; then after every eighth."""
+"""Steps at first after each of which the model is solved; then once in as many."""
 
 
 class StepTimes:
@@ -32,8 +33,10 @@ class StepTimes:
     """
 
     def __init__(self) -> None:
-        self._gram = np.zeros((_FEATURES, _FEATURES))
-        self._moment = np.zeros(_FEATURES)
+        # Fading sums over the steps, features scaled: of products of two features (upper triangle), and of
+        # each feature with the seconds. Plain numbers: this runs in every step, on very few of them.
+        self._products = [0.0] * 6
+        self._moments = [0.0] * _FEATURES
         self._coefficients: list[float] = (_PRIOR / _SCALES).tolist()
         self._corrections: dict[int, float] = {}
         self._error = 0.0
@@ -48,11 +51,13 @@ class StepTimes:
         if not 0.0 <= seconds < inf:
             raise ValueError(f"a step cannot take {seconds} seconds")
         seconds = self._without_hiccup(self.predict(shape_rows, num_rows), seconds)
-        features = np.array([1.0, shape_rows, num_rows]) / _SCALES
-        self._gram = _FORGET * self._gram + np.outer(features, features)
-        self._moment = _FORGET * self._moment + features * seconds
+        shape, used = shape_rows / _SCALE, num_rows / _SCALE
+        products = (1.0, shape, used, shape * shape, shape * used, used * used)
+        moments = (seconds, shape * seconds, used * seconds)
+        self._products = [_FORGET * old + new for old, new in zip(self._products, products, strict=True)]
+        self._moments = [_FORGET * old + new for old, new in zip(self._moments, moments, strict=True)]
         self._num_seen += 1
-        if self._num_seen <= _EAGER or self._num_seen % 8 == 0:
+        if self._num_seen <= _EAGER or self._num_seen % _EAGER == 0:
             self._solve()
         correction = self._corrections.get(shape_rows, 0.0)
         missed = seconds - self._trend(shape_rows, num_rows) - correction
@@ -72,8 +77,10 @@ class StepTimes:
 
     def _solve(self) -> None:
         """Least squares under the rule that nothing takes less time by being more."""
-        gram = self._gram + _PRIOR_WEIGHT * np.eye(_FEATURES)
-        moment = self._moment + _PRIOR_WEIGHT * _PRIOR
+        ones, shape, used, shape_shape, shape_used, used_used = self._products
+        sums = [[ones, shape, used], [shape, shape_shape, shape_used], [used, shape_used, used_used]]
+        gram = np.array(sums) + _PRIOR_WEIGHT * np.eye(_FEATURES)
+        moment = _PRIOR_WEIGHT * _PRIOR + self._moments
         kept = list(range(_FEATURES))
         solution = np.zeros(_FEATURES)
         while kept:
