@@ -98,8 +98,12 @@ def test_chat_through_the_gateway_and_a_client_that_goes() -> None:
             long = CHAT | {"max_tokens": 100, "stream": True}
             async with client.stream("POST", "/v1/chat/completions", json=long) as stream:
                 await anext(stream.aiter_lines())
-            while (await stub.GetLoad(pb.GetLoadRequest())).running:
+            began = time.monotonic()
+            while (load := await stub.GetLoad(pb.GetLoadRequest())).running:
                 await asyncio.sleep(0.02)
+            # By itself the answer would have gone on for two seconds.
+            assert time.monotonic() - began < 1
+            assert load.free_pages == load.pages
             stats = await stub.GetStats(pb.GetStatsRequest())
             # The gateway calls Abort, or cancels its own call: either way the answer was not finished.
             assert stats.finished["abort"] + stats.failed["cancelled"] == 1
