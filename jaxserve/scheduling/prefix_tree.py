@@ -198,24 +198,24 @@ class PrefixTree:
         Raises ValueError if `tokens` are no whole number of pages.
         """
         text = encode_tokens(tokens)
-        if len(text) % self._page_bytes:
+        width, store = self._page_bytes, self._store
+        if len(text) % width:
             raise ValueError(f"{len(tokens)} tokens are no whole number of pages of {self.page_size}")
         duplicates: list[tuple[int, int, int]] = []
         node, first_new = cursor.node, None
-        for start in range(0, len(text), self._page_bytes):
-            label = text[start : start + self._page_bytes]
+        for start in range(0, len(text), width):
+            label = text[start : start + width]
             own = [column[node.depth] for column in pages]
             child = node.find(label)
             if child is None:
-                child = self._store.add(node, label, own)
-                self._statistics.stored_pages += 1
+                child = store.add(node, label, own)
                 first_new = first_new or child
             else:
-                duplicates += self._store.merge(child, own)
-            self._store.move_hold(node, child)
+                duplicates += store.merge(child, own)
+            store.move_hold(node, child)
             node = child
         cursor.node = node
-        if first_new is not None and self._on_event is not None and not cursor.root.cleared:
+        if self._on_event is not None and first_new is not None and not cursor.root.cleared:
             self._on_event(self._stored(cursor.root, first_new, node))
         return duplicates
 
@@ -268,7 +268,10 @@ class PrefixTree:
     def statistics(self) -> PrefixStatistics:
         store = self._store
         return replace(
-            self._statistics, evicted_pages=store.num_evicted, dropped_window_pages=store.num_dropped
+            self._statistics,
+            stored_pages=store.num_stored,
+            evicted_pages=store.num_evicted,
+            dropped_window_pages=store.num_dropped,
         )
 
     def snapshot(self) -> list[PagesStored]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator
+from operator import attrgetter
 
 from jaxserve.scheduling.prefix_tree_keys import CacheDomain, common_tokens, page_key
 
@@ -16,12 +17,11 @@ class Node:
     """
 
     __slots__ = (
+        "_key",
         "children",
         "depth",
         "holds",
-        "key",
         "label",
-        "labels",
         "last_used",
         "num_uses",
         "pages",
@@ -30,19 +30,17 @@ class Node:
         "worth",
     )
 
-    def __init__(self, parent: Node | None, label: bytes, key: bytes, pages: list[int]) -> None:
+    def __init__(self, parent: Node | None, label: bytes, pages: list[int]) -> None:
         self.parent = parent
         """None for a root and for a node that has been removed."""
         self.label = label
         """Its token ids (`encode_tokens`)."""
-        self.key = key
         self.pages = pages
         """Its page in each cache group; 0 where the group has a window and the page is not held any more."""
         self.depth = 0 if parent is None else parent.depth + 1
         """Pages from the start of the text to the end of this one."""
         self.holds = 0
         """Cursors that stand here, and children that are held: it stays while there is any."""
-        self.labels: list[bytes] = []
         self.children: list[Node] = []
         self.last_used = 0
         """When it was last held, on the clock of the eviction queue."""
@@ -52,20 +50,39 @@ class Node:
         """Its place in the eviction queue as it was last offered."""
         self.queued = False
         """Whether the eviction queue has an entry for it."""
+        self._key: bytes | None = None
+
+    @property
+    def key(self) -> bytes:
+        """The digest that stands for the whole text up to here; made when it is first asked for.
+
+        It must have been asked for once if it is to be known after the node's removal.
+        """
+        unnamed: list[Node] = []
+        node = self
+        while node._key is None:
+            unnamed.append(node)
+            parent = node.parent
+            assert parent is not None, "a node that was removed before its key was asked for has none"
+            node = parent
+        key = node._key
+        for node in reversed(unnamed):
+            key = node._key = page_key(key, node.label)
+        return key
 
     def find(self, label: bytes) -> Node | None:
         """The child with this label."""
-        at = bisect_left(self.labels, label)
-        if at < len(self.labels) and self.labels[at] == label:
-            return self.children[at]
+        children = self.children
+        at = bisect_left(children, label, key=_LABEL)
+        if at < len(children) and children[at].label == label:
+            return children[at]
         return None
 
     def add(self, label: bytes, pages: list[int]) -> Node:
         """Make a child; there is none with this label."""
-        child = Node(self, label, page_key(self.key, label), pages)
-        at = bisect_left(self.labels, label)
-        self.labels.insert(at, label)
-        self.children.insert(at, child)
+        child = Node(self, label, pages)
+        children = self.children
+        children.insert(bisect_left(children, label, key=_LABEL) if children else 0, child)
         return child
 
     def remove(self) -> Node:
@@ -73,20 +90,18 @@ class Node:
         parent = self.parent
         assert parent is not None, "a root or a removed node cannot be removed"
         assert not self.children, "only a leaf can be removed"
-        at = bisect_left(parent.labels, self.label)
-        del parent.labels[at]
-        del parent.children[at]
+        del parent.children[bisect_left(parent.children, self.label, key=_LABEL)]
         self.parent = None
         return parent
 
     def most_alike(self, text: bytes) -> tuple[Node, int] | None:
         """The child that shares the most leading tokens with `text`, and their number; None if none does."""
-        at = bisect_left(self.labels, text)
+        at = bisect_left(self.children, text, key=_LABEL)
         best: tuple[Node, int] | None = None
-        for index in range(max(0, at - 1), min(at + 1, len(self.labels))):
-            num_tokens = common_tokens(self.labels[index], text)
+        for child in self.children[max(0, at - 1) : at + 1]:
+            num_tokens = common_tokens(child.label, text)
             if num_tokens > (best[1] if best else 0):
-                best = self.children[index], num_tokens
+                best = child, num_tokens
         return best
 
     def below(self) -> Iterator[Node]:
@@ -104,7 +119,11 @@ class Root(Node):
     __slots__ = ("cleared", "domain")
 
     def __init__(self, domain: CacheDomain, page_size: int) -> None:
-        super().__init__(None, b"", domain.key(page_size), [])
+        super().__init__(None, b"", [])
+        self._key = domain.key(page_size)
         self.domain = domain
         self.cleared = False
         """Whether the domain has been cleared since: nothing below can be matched any more."""
+
+
+_LABEL = attrgetter("label")

@@ -60,7 +60,7 @@ class NodeStore:
 
     def add(self, node: Node, label: bytes, pages: list[int]) -> Node:
         """A new child, with references to these pages."""
-        if node.children:
+        if node.children and self._window_pages:
             self.touch_reach(node)  # Texts fork here, and the next may well do so too.
         child = node.add(label, pages)
         for group, page in enumerate(pages):
@@ -93,6 +93,11 @@ class NodeStore:
                 self._give_back(node)
         if root.holds:
             self._cleared[root] = None
+
+    @property
+    def num_stored(self) -> int:
+        """Nodes that were ever added."""
+        return self._leaves.clock
 
     # Holds -----------------------------------------------------------------------------------------------
 
