@@ -224,6 +224,20 @@ def test_a_deadline_that_will_be_missed_is_refused_once_the_rate_is_known() -> N
     door.admit()
 
 
+def test_a_deadline_goes_before_the_tenants_patient_requests_in_the_prediction() -> None:
+    door = Door()
+    door.serve(40, 0.5)
+    for _ in range(2):
+        door.admit().start(door.now)
+    for _ in range(6):
+        door.admit("a")
+        door.admit("b")
+    for _ in range(3):
+        door.admit("a", deadline=door.now + 5.0)  # Three of 20 tokens at half of 40 a second.
+    assert door.refused("a", deadline=door.now + 2.5).reason == "deadline"
+    door.admit("b", deadline=door.now + 2.5)
+
+
 def test_nobody_is_let_in_to_wait_longer_than_the_class_allows() -> None:
     door = Door({"classes": {"default": {"max_wait": 3.0, "max_waiting": 1000}}})
     door.serve(40, 0.5)
