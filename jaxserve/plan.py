@@ -300,6 +300,15 @@ class EngineLimits:
         ]
         return min(self.max_model_len, *pools)
 
+    def longest_answer(self, prompt_len: int, max_tokens: int | None) -> int:
+        """Tokens that an answer may have at most: of `max_tokens`, or for None of all that there is room for.
+
+        At least 1 for None: a prompt that leaves no room is refused for that.
+        """
+        if max_tokens is None:
+            return max(self.longest_sequence - prompt_len, 1)
+        return min(max_tokens, self.max_model_len - prompt_len)
+
     def fit(self, rows: int, sequences: int, logit_rows: int, decode: bool) -> StepShape:
         """The smallest compiled shape that holds a step; `decode` if no sequence has a second row."""
         for shape in (self.decode_shapes if decode else ()) + self.chunk_shapes:

@@ -135,8 +135,7 @@ def expected_answer(
     """Token ids, finish reason and stop reason of a sample, computed without any schedule."""
     eos_token_ids = limits.eos_token_ids
     sequence = FakeSequence(list(prompt), len(prompt), 0, [], params, seed, sample_index, eos_token_ids)
-    room = (limits.longest_sequence if params.max_tokens is None else limits.max_model_len) - len(prompt)
-    max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+    max_tokens = limits.longest_answer(len(prompt), params.max_tokens)
     for num_output in range(1, max_tokens + 1):
         token = sample(sequence, len(sequence.tokens) - 1, limits.vocab_size)
         sequence.append(token)

@@ -223,9 +223,7 @@ class Scheduler:
             raise RuntimeError(f"{len(self._prompts)} shared prompts are held for nobody")
 
     def _max_tokens(self, prompt: list[int], params: SamplingParams) -> int:
-        if params.max_tokens is None:  # A prompt that leaves no room is refused for that.
-            return max(self.limits.longest_sequence - len(prompt), 1)
-        return min(params.max_tokens, self.limits.max_model_len - len(prompt))
+        return self.limits.longest_answer(len(prompt), params.max_tokens)
 
     def _budget(self) -> StepShape:
         """The largest shape that the next step may take.

@@ -295,9 +295,9 @@ class Service:
         names = request.absent & self.sampling_defaults.keys()
         chosen = {name: self.sampling_defaults[name] for name in names}
         if request.until_full and "max_tokens" not in chosen:
-            room = self.limits.longest_sequence - num_prompt
             # A prompt that leaves no room is refused by the engine, which names the limit.
-            chosen["max_tokens"] = max(room, request.params.min_tokens, 1)
+            room = self.limits.longest_answer(num_prompt, None)
+            chosen["max_tokens"] = max(room, request.params.min_tokens)
         return replace(request.params, **chosen) if chosen else request.params
 
     def _report(self, record: RequestRecord) -> None:
