@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from jaxserve.offline import AnswerIterator
     from jaxserve.opened_model import OpenedModel, open_model, start_engine
     from jaxserve.outputs import AnswerDelta, CompletionOutput, Logprob, RequestMetrics, RequestOutput
-    from jaxserve.plan import SamplingParams
+    from jaxserve.plan import Grammar, SamplingParams
 
 check_siblings()
 
@@ -28,6 +28,7 @@ _HOMES = {
     "AnswerStream": "jaxserve.async_engine",
     "CompletionOutput": "jaxserve.outputs",
     "Engine": "jaxserve.async_engine",
+    "Grammar": "jaxserve.plan",
     "HostLoop": "jaxserve.loop",
     "LLM": "jaxserve.llm",
     "Logprob": "jaxserve.outputs",
@@ -46,6 +47,7 @@ __all__ = [
     "AnswerStream",
     "CompletionOutput",
     "Engine",
+    "Grammar",
     "HostLoop",
     "LLM",
     "Logprob",

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
 from jaxserve.async_engine import Engine
 from jaxserve.config import LogprobsMode
+from jaxserve.gates import GrammarSource
 from jaxserve.interrupts import interrupts_kept
 from jaxserve.loop import HostLoop
-from jaxserve.plan import SamplingParams, StepEngine
+from jaxserve.plan import EngineLimits, Grammar, SamplingParams, StepEngine
 from jaxserve.progress import StageBars
+from jaxserve.structured import CompiledGrammar, GrammarCompiler
 from jaxserve.text import AnswerText, Tokenizer
 from jaxserve.weights import Checkpoint, open_checkpoint, resolve_model
 from jaxserve.weights.generation_config import read_sampling_defaults
@@ -90,13 +93,50 @@ def open_model(name: str | os.PathLike[str], *, progress: bool = False) -> Opene
     return OpenedModel(checkpoint, tokenizer, read_sampling_defaults(checkpoint.path))
 
 
-def make_loop(engine: StepEngine, tokenizer: Tokenizer, *, overlap: bool = True) -> HostLoop:
-    """A host loop that speaks text: stop strings, streamed text, decoded log-probs."""
+class Grammars:
+    """The grammars of one model, which its loop and whoever checks requests beforehand have in common.
+
+    Safe to use from several threads. The compiler, a fifth of a second's work, is made for the first one.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, limits: EngineLimits) -> None:
+        self._tokenizer = tokenizer
+        self._limits = limits
+        self._lock = threading.Lock()
+        self._compiler: GrammarCompiler | None = None
+
+    def compile(self, grammar: Grammar) -> CompiledGrammar:
+        """A grammar, compiled now or before. Raises ValueError, naming what is wrong with it or missing."""
+        with self._lock:
+            if self._compiler is None:
+                limits = self._limits
+                self._compiler = GrammarCompiler(self._tokenizer, limits.vocab_size, limits.eos_token_ids)
+            compiler = self._compiler
+        return compiler.compile(grammar)
+
+
+def make_loop(
+    engine: StepEngine,
+    tokenizer: Tokenizer,
+    *,
+    overlap: bool = True,
+    grammars: GrammarSource | None = None,
+) -> HostLoop:
+    """A host loop that speaks text: stop strings, streamed text, decoded log-probs, grammars.
+
+    `grammars`: for a loop that shares them; by default it has its own.
+    """
 
     def answer_text(prompt_ids: Sequence[int], params: SamplingParams) -> AnswerText:
         return AnswerText(tokenizer, prompt_ids, params)
 
-    return HostLoop(engine, overlap=overlap, answer_text=answer_text, decode_token=tokenizer.token_text)
+    return HostLoop(
+        engine,
+        overlap=overlap,
+        answer_text=answer_text,
+        decode_token=tokenizer.token_text,
+        grammars=Grammars(tokenizer, engine.limits) if grammars is None else grammars,
+    )
 
 
 def start_engine(

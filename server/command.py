@@ -29,7 +29,16 @@ DEFAULT_GRPC_PORT = 50051
 TOOL_PARSERS = ("auto", "none", "hermes", "llama3", "mistral")
 """As `server.http.tool_speech` has them, which help need not import."""
 
-_PACKAGES = ("grpc", "grpc_health", "grpc_reflection", "smg_grpc_proto", "starlette", "uvicorn")
+_PACKAGES = (
+    "grpc",
+    "grpc_health",
+    "grpc_reflection",
+    "llguidance",
+    "prometheus_client",
+    "smg_grpc_proto",
+    "starlette",
+    "uvicorn",
+)
 """Of the `server` extra."""
 
 _DESCRIPTION = """Serves models over gRPC (jaxserve.v1.Engine and vllm.grpc.engine.VllmEngine, with health and

@@ -39,6 +39,7 @@ ANSWERS = {
         'a <tool_call>{"name": 3}</tool_call> b <tool_call>{"name": "f"}</tool_call>',
         '<tool_call><tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}',
         '<tool_call>{"name": "f", "arguments": {"a": [1,',
+        '<tool_call>{"name": "f", "arguments": {"a": 1}, "name": "g", "parameters": {"b": [2]}}</tool_call>',
         '<tool_call>{"name": "f", "arguments": {"a": 1} oops}</tool_call>',
         "1 < 2 <tool_ca <tool_call",
     ],
@@ -190,7 +191,8 @@ def test_calls_are_read_as_they_were_written(
         ("hermes", ANSWERS["hermes"][1], "Let me see. Done. ", [("g", {"q": None}), ("f", {})]),
         ("hermes", ANSWERS["hermes"][2], 'a <tool_call>{"name": 3}</tool_call> b', [("f", {})]),
         ("hermes", ANSWERS["hermes"][3], "<tool_call>", [("f", {"a": 1})]),
-        ("hermes", ANSWERS["hermes"][5], " oops}</tool_call>", [("f", {"a": 1})]),
+        ("hermes", ANSWERS["hermes"][5], "", [("f", {"a": 1})]),
+        ("hermes", ANSWERS["hermes"][6], " oops}</tool_call>", [("f", {"a": 1})]),
         ("llama3", ANSWERS["llama3"][2], "; and so on", [("f", {}), ("g", {})]),
         ("mistral", ANSWERS["mistral"][1], "Well.", [("f", {"a": {"b": "}"}}), ("g", {})]),
         ("mistral", ANSWERS["mistral"][2], ", 7]", [("f", {"a": 1})]),
@@ -208,7 +210,7 @@ def test_what_is_text_and_what_is_a_call(name: str, answer: str, text: str, made
     ("name", "answer"),
     [("llama3", one) for one in ANSWERS["llama3"][3:]]
     + [("mistral", one) for one in ANSWERS["mistral"][3:]]
-    + [("hermes", ANSWERS["hermes"][6]), ("required", ANSWERS["required"][2])]
+    + [("hermes", ANSWERS["hermes"][7]), ("required", ANSWERS["required"][2])]
     + [("hermes", '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>'), ("hermes", " \n ")],
 )
 def test_what_is_no_call_stays_as_it_is(name: str, answer: str) -> None:

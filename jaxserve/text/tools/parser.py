@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from itertools import groupby
 from typing import NamedTuple, Protocol
 
 from jaxserve.text.tools.call_object import CallObjectReader
@@ -78,7 +79,7 @@ class ToolCallParser(ABC):
         self._source.extend(text)
         next(self._work, None)
         events, self._events = self._events, []
-        return events
+        return _merged(events)
 
     def _read_all(self) -> Waiting[None]:
         yield from self._read()
@@ -134,11 +135,7 @@ class ToolCallParser(ABC):
         self._source.mark()
 
     def _say_arguments(self, text: str) -> None:
-        last = self._events[-1] if self._events else None
-        if isinstance(last, ArgumentsDelta):
-            self._events[-1] = ArgumentsDelta(last.text + text)
-        else:
-            self._events.append(ArgumentsDelta(text))
+        self._events.append(ArgumentsDelta(text))
         self._source.mark()
 
     def _say(self, text: str) -> None:
@@ -150,8 +147,16 @@ class ToolCallParser(ABC):
         self._space += text[len(solid) :]
 
     def _emit_text(self, text: str) -> None:
-        last = self._events[-1] if self._events else None
-        if isinstance(last, TextDelta):
-            self._events[-1] = TextDelta(last.text + text)
-        elif text:
+        if text:
             self._events.append(TextDelta(text))
+
+
+def _merged(events: list[ToolEvent]) -> list[ToolEvent]:
+    """The same with the pieces that follow one another in one."""
+    merged: list[ToolEvent] = []
+    for kind, group in groupby(events, type):
+        if kind is CallStart:
+            merged.extend(group)
+        else:
+            merged.append(kind("".join(event.text for event in group if not isinstance(event, CallStart))))
+    return merged

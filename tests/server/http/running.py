@@ -25,9 +25,13 @@ _PATIENCE = 10.0
 class HttpServer:
     """What a test may touch of a running server; the service lives in the server's event loop."""
 
-    def __init__(self, open_service: OpenService, options: HttpOptions | None) -> None:
+    def __init__(
+        self, open_service: OpenService, options: HttpOptions | None, patience: float = _PATIENCE
+    ) -> None:
+        """patience: seconds in which the service must have opened."""
         self._open_service = open_service
         self._options = options
+        self._patience = patience
         self._started = threading.Event()
         self._failure: BaseException | None = None
         self.service: Service
@@ -38,7 +42,7 @@ class HttpServer:
 
     def start(self) -> None:
         self.thread.start()
-        assert self._started.wait(_PATIENCE)
+        assert self._started.wait(self._patience)
         if self._failure is not None:
             raise self._failure
 
@@ -113,9 +117,11 @@ def http_server(
     *,
     max_waiting: int = 64,
     open_service: OpenService | None = None,
+    patience: float = _PATIENCE,
 ) -> Iterator[HttpServer]:
-    """`open_service` instead of a service over `device`."""
-    server = HttpServer(open_service or functools.partial(serving, device, max_waiting=max_waiting), options)
+    """`open_service` instead of a service over `device`, open within so many seconds."""
+    open_service = open_service or functools.partial(serving, device, max_waiting=max_waiting)
+    server = HttpServer(open_service, options, patience)
     server.start()
     try:
         yield server
