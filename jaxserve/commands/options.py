@@ -37,7 +37,11 @@ def add_sampling_arguments(
     group = parser.add_argument_group("sampling")
     add = group.add_argument
     add(
-        "--max-tokens", type=int, default=max_tokens, metavar="N", help="longest answer (default %(default)s)"
+        "--max-tokens",
+        type=int,
+        default=max_tokens,
+        metavar="N",
+        help="longest answer, cut to what the context leaves (default %(default)s)",
     )
     add("--min-tokens", type=int, default=0, metavar="N", help="shortest answer (default %(default)s)")
     add(

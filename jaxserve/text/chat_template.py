@@ -15,6 +15,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 Message = Mapping[str, Any]
 """`role`, and `content` as a string or a list of text parts; further keys go to the template as they are."""
 
+_USUAL_ROLES = ("system", "developer", "user", "assistant", "tool")
+
 
 class _GenerationTag(Extension):
     """`{% generation %}` marks the assistant's words for training masks; here its body is just rendered.
@@ -82,13 +84,14 @@ class ChatTemplate:
         """The conversation as the text that the model was trained on.
 
         `tools` are JSON schemas of functions; `variables` reach the template by name. Raises ValueError
-        for a message that is not one, and with the template's own words when it refuses the conversation.
+        for a message that is not one, for one of an unusual role that the template passes over in silence,
+        and with the template's own words when it refuses the conversation.
         """
         checked = [_check_message(index, message) for index, message in enumerate(messages)]
         if not checked:
             raise ValueError("a chat needs at least one message")
         try:
-            return self._template.render(
+            rendered = self._template.render(
                 messages=checked,
                 tools=tools,
                 documents=None,
@@ -99,6 +102,8 @@ class ChatTemplate:
             raise ValueError(f"the chat template refuses this conversation: {error.message}") from error
         except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
             raise ValueError(f"the chat template fails on this conversation: {error}") from error
+        _check_nobody_is_passed_over(checked, rendered)
+        return rendered
 
 
 def _check_message(index: int, message: Message) -> dict[str, Any]:
@@ -114,6 +119,16 @@ def _check_message(index: int, message: Message) -> dict[str, Any]:
     elif "tool_calls" not in checked:
         raise ValueError(f"message {index} ({role}) has no content")
     return checked
+
+
+def _check_nobody_is_passed_over(messages: Sequence[Mapping[str, Any]], rendered: str) -> None:
+    """A template knows best what to leave out of the usual roles, but a mistyped one it leaves out whole."""
+    for index, message in enumerate(messages):
+        if message["role"] not in _USUAL_ROLES and message.get("content", "").strip() not in rendered:
+            raise ValueError(
+                f"message {index} has role {message['role']!r}, which the chat template passes over; usual "
+                f"roles are {', '.join(_USUAL_ROLES)}"
+            )
 
 
 def _check_content(index: int, content: Any) -> str:

@@ -127,3 +127,17 @@ def test_a_template_that_fails_says_why(source: str, complaint: str) -> None:
 def test_invalid_jinja_is_refused_with_its_line() -> None:
     with pytest.raises(ValueError, match="not valid Jinja: line 2"):
         ChatTemplate("ok\n{% if %}")
+
+
+def test_a_mistyped_role_is_not_passed_over_in_silence() -> None:
+    knows_two = ChatTemplate(
+        "{% for m in messages %}{% if m.role in ['user', 'assistant'] %}{{ m.content | trim }}{% endif %}"
+        "{% endfor %}"
+    )
+    with pytest.raises(
+        ValueError, match="message 1 has role 'usr', which the chat template passes over; usual"
+    ):
+        knows_two.render([{"role": "user", "content": "a"}, {"role": "usr", "content": " b "}])
+    assert knows_two.render([{"role": "system", "content": "s"}, {"role": "user", "content": "a"}]) == "a"
+    shows_all = ChatTemplate("{% for m in messages %}{{ m.role }}:{{ m.content | trim }}{% endfor %}")
+    assert shows_all.render([{"role": "critic", "content": " b "}]) == "critic:b"
