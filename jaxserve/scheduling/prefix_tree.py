@@ -82,6 +82,7 @@ class PrefixTree:
         *,
         recompute_cost: RecomputeCost | None = None,
         on_event: Callable[[KvEvent], None] | None = None,
+        on_page: Callable[[Root, Node], None] | None = None,
         copies_pages: bool = True,
     ) -> None:
         """Cache pages of `pool`.
@@ -92,6 +93,7 @@ class PrefixTree:
             windows: each group's sliding window in tokens, 0 for full attention.
             recompute_cost: milliseconds to compute tokens anew; without it all pages cost the same.
             on_event: told what is stored and removed, as it happens.
+            on_page: told of each new page and its root, such as `Offload.note_stored`.
             copies_pages: whether the device can copy a page, so that part of one can be used.
 
         Raises ValueError if the page size is below 1, or windows and groups differ in number.
@@ -106,6 +108,7 @@ class PrefixTree:
         self._page_bytes = page_size * TOKEN_BYTES
         self._recompute_cost = recompute_cost
         self._on_event = on_event
+        self._on_page = on_page
         self._copies_pages = copies_pages
         self._store = NodeStore(pool, page_size, windows, recompute_cost)
 
@@ -210,6 +213,8 @@ class PrefixTree:
             if child is None:
                 child = store.add(node, label, own)
                 first_new = first_new or child
+                if self._on_page is not None:
+                    self._on_page(cursor.root, child)
             else:
                 duplicates += store.merge(child, own)
             store.move_hold(node, child)

@@ -354,6 +354,17 @@ def test_clearing_forgets_at_once_and_frees_what_is_in_use_later() -> None:
     engine.check()
 
 
+def test_a_query_from_before_finds_nothing_that_was_cleared() -> None:
+    engine = Engine()
+    request = engine.start(list(range(8)))
+    query = PrefixQuery(DOMAIN, list(range(12)), 12)
+    assert engine.tree.match(query).num_tokens == 8
+    engine.tree.clear()
+    engine.serve([*range(4), 9])
+    assert engine.tree.match(query).num_tokens == 4
+    engine.end(request)
+
+
 def test_clearing_a_scope_leaves_the_others() -> None:
     engine = Engine()
     other = dataclasses.replace(DOMAIN, scope=CacheScope("namespace", "n"))
