@@ -189,10 +189,13 @@ class EngineConfig:
     """Shape-invariant numerics: a row's logits do not depend on what shares its step."""
     context_block: int = field(default=128)
     """Positions that the reference attention reduces at a time; a multiple of the page size."""
+    max_iterations: int = 1
+    """Tokens of each sequence that one decode step may compute; above 1 each rung has a second program."""
 
     def __post_init__(self) -> None:
-        if self.num_slots < 1:
-            raise ValueError(f"num_slots {self.num_slots} is below 1")
+        for name in ("num_slots", "max_iterations"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} {getattr(self, name)} is below 1")
         for name in ("decode_rows", "chunk_rows"):
             rungs = getattr(self, name)
             if not rungs or list(rungs) != sorted(set(rungs)) or rungs[0] < 1:

@@ -209,6 +209,9 @@ class StepPlan:
     grants: IntArray
     """[X, 4] page grants: group, slot, index, page."""
     shape: StepShape
+    num_iterations: int = 1
+    """How many tokens each sequence computes one after another, in a step of a decode shape. Pages must be
+    granted for all of them, up to what the slot's `max_known` leaves."""
 
     @classmethod
     def of(cls, sequences: Sequence[SequencePlan], grants: Sequence[PageGrant], shape: StepShape) -> StepPlan:
@@ -253,14 +256,20 @@ class SlotLoad:
     """Pages to copy before the slot is used, at most one a group: group, source, target."""
     mask: npt.NDArray[np.uint32] | None = None
     """[ceil(V / 32)] the tokens that its grammar lets come next, as in `StepEngine.load_masks`."""
+    max_known: int | None = None
+    """Known tokens with which the answer is at its longest; None for the longest sequence."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step sampled, a row for each of the plan's logit rows."""
+    """What one step sampled, a row for each of the plan's logit rows.
+
+    Of several iterations there are as many times the rows, the first iteration's first.
+    """
 
     tokens: IntArray
-    """[rows] the token sampled after each row, or the already known next token."""
+    """[rows] the token sampled after each row, or the already known next token; -1 in the iterations that a
+    sequence takes no part in, having met its end or its longest."""
     logprobs: FloatArray
     """[rows] its log-probability (natural), if any request in the step asked; else undefined."""
     ranks: IntArray
@@ -289,6 +298,8 @@ class EngineLimits:
     eos_token_ids: tuple[int, ...] = ()
     copies_pages: bool = False
     """Whether a slot's load may copy pages, so that one can start inside a page of another."""
+    max_iterations: int = 1
+    """Most iterations of a step of a decode shape."""
 
     @property
     def longest_sequence(self) -> int:

@@ -64,14 +64,19 @@ class EngineOptions:
     """Log-probabilities of the model itself, or of the distribution that was sampled from."""
     max_logprobs: int = 20
     """Most alternatives that a request may ask for at each position."""
+    max_iterations: int = 1
+    """Tokens of each sequence that one decode step may compute while no one waits; above 1 decode steps are
+    compiled twice."""
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "num_slots", "page_size", "kv_memory", "num_pages", "max_chunk"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ValueError(f"{name} {value!r} is not a whole number from 1 up")
-        if not isinstance(self.max_logprobs, int) or self.max_logprobs < 1:
-            raise ValueError(f"max_logprobs {self.max_logprobs!r} is not a whole number from 1 up")
+        for name in ("max_logprobs", "max_iterations"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} {value!r} is not a whole number from 1 up")
         for name, known in _CHOICES.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} {getattr(self, name)!r} is not one of {', '.join(known)}")
@@ -137,6 +142,7 @@ def resolve_config(
         logprobs_mode=options.logprobs_mode,
         deterministic=options.deterministic,
         context_block=max(128, page_size),
+        max_iterations=options.max_iterations,
     )
 
 

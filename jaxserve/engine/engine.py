@@ -11,7 +11,7 @@ import numpy.typing as npt
 from jaxserve.config import EngineConfig
 from jaxserve.engine.compile_cache import compile_counter
 from jaxserve.engine.ladder import chunk_shapes, decode_shapes
-from jaxserve.engine.programs import Programs
+from jaxserve.engine.programs import Programs, StepProgram
 from jaxserve.engine.slots import pack_copies, pack_load, pack_masks
 from jaxserve.engine.state import make_state
 from jaxserve.engine.step import unpack_result
@@ -64,6 +64,7 @@ class DeviceEngine:
             max_logprobs=config.max_logprobs,
             eos_token_ids=config.model.eos_token_ids,
             copies_pages=True,
+            max_iterations=config.max_iterations if decode_shapes(config) else 1,
         )
 
     def load_slot(self, load: SlotLoad) -> None:
@@ -82,14 +83,30 @@ class DeviceEngine:
     def dispatch(self, plan: StepPlan) -> StepHandle:
         """Start a step and return at once; steps run in the order of dispatch."""
         self._report_compiles()
-        program = self._programs.steps[plan.shape]
-        self._state, result = program.run(self._params, self._state, program.form.pack(plan))
+        if plan.num_iterations == 1:
+            program, counts = self._programs.steps[plan.shape], ()
+        else:
+            program, counts = self._iterated(plan), (np.int32(plan.num_iterations),)
+        self._state, result = program.run(self._params, self._state, program.form.pack(plan), *counts)
         return StepHandle(plan, result)
 
     def collect(self, handle: StepHandle) -> StepResult:
         """Wait for a step and bring its result to the host."""
         num_logit_rows = int(handle.plan.num_logit_rows.sum())
-        return unpack_result(np.asarray(handle.device_result), num_logit_rows)
+        packed = np.asarray(handle.device_result)
+        if packed.ndim == 3:
+            packed = packed[: handle.plan.num_iterations, :num_logit_rows].reshape(-1, packed.shape[-1])
+            num_logit_rows = len(packed)
+        return unpack_result(packed, num_logit_rows)
+
+    def _iterated(self, plan: StepPlan) -> StepProgram:
+        """The program for a plan of several iterations. Raises ValueError if there is none."""
+        most = self._config.max_iterations
+        if not 1 <= plan.num_iterations <= most or plan.shape not in self._programs.iterated:
+            raise ValueError(
+                f"{plan.num_iterations} iterations of {plan.shape}; at most {most}, of a decode shape"
+            )
+        return self._programs.iterated[plan.shape]
 
     def _report_compiles(self) -> None:
         """Log it as a fault if this process has compiled since the last step: somebody waited for that."""

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from jaxserve.config import EngineConfig
+from jaxserve.engine.iterations import run_iterations
 from jaxserve.engine.ladder import chunk_shapes, decode_shapes
 from jaxserve.engine.parameters import abstract_parameters
 from jaxserve.engine.slots import (
@@ -30,7 +31,7 @@ from jaxserve.engine.slots import (
 from jaxserve.engine.state import DeviceState, make_state, mask_words
 from jaxserve.engine.step import PlanFormat, run_step
 from jaxserve.model.cache import page_layouts
-from jaxserve.model.transformer import LayerLoop, Params, Transformer
+from jaxserve.model.transformer import LayerLoop, Transformer
 from jaxserve.plan import SamplingParams, SlotLoad, StepPlan, StepShape
 
 logger = logging.getLogger(__name__)
@@ -41,8 +42,9 @@ class StepProgram:
     """One rung of the ladder."""
 
     form: PlanFormat
-    run: Callable[[Params, DeviceState, np.ndarray], tuple[DeviceState, jax.Array]]
-    """Donates the state."""
+    run: Callable[..., tuple[DeviceState, jax.Array]]
+    """Of parameters, state and the plan's vector; and of the number of iterations where there can be
+    several. Donates the state."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,8 @@ class Programs:
 
     slots: SlotPrograms
     steps: Mapping[StepShape, StepProgram]
+    iterated: Mapping[StepShape, StepProgram]
+    """Decode shapes for several iterations, if the engine is made for them."""
 
 
 def compile_programs(
@@ -82,18 +86,30 @@ def compile_programs(
     params = abstract_parameters(config.model, config.compute_format, layer_loop)
     state = jax.eval_shape(functools.partial(make_state, config, layouts))
     shapes = decode_shapes(config) + chunk_shapes(config)
+    repeated = decode_shapes(config) if config.max_iterations > 1 else ()
+    total = len(shapes) + len(repeated) + 1
     slots = _compile_slot_programs(config, state)
-    on_progress(1, len(shapes) + 1)
+    on_progress(1, total)
+
+    def compile_step(shape: StepShape, max_iterations: int) -> StepProgram:
+        form = PlanFormat(shape, len(layouts), config.num_slots, config.cache.page_size, max_iterations)
+        run, counts = (run_step, ()) if max_iterations == 1 else (run_iterations, (np.int32(1),))
+        step = functools.partial(run, transformer, form)
+        vector = form.pack(StepPlan.of((), (), shape))
+        return StepProgram(
+            form, jax.jit(step, donate_argnums=1).lower(params, state, vector, *counts).compile()
+        )
+
     steps: dict[StepShape, StepProgram] = {}
     for shape in shapes:
-        form = PlanFormat(shape, len(layouts), config.num_slots, config.cache.page_size)
-        step = functools.partial(run_step, transformer, form)
-        vector = form.pack(StepPlan.of((), (), shape))
-        compiled = jax.jit(step, donate_argnums=1).lower(params, state, vector).compile()
-        steps[shape] = StepProgram(form, compiled)
-        on_progress(len(steps) + 1, len(shapes) + 1)
-    logger.info("compiled or read %d steps in %.1f s", len(steps), time.monotonic() - started)
-    return Programs(slots, steps)
+        steps[shape] = compile_step(shape, 1)
+        on_progress(1 + len(steps), total)
+    iterated: dict[StepShape, StepProgram] = {}
+    for shape in repeated:
+        iterated[shape] = compile_step(shape, config.max_iterations)
+        on_progress(1 + len(steps) + len(iterated), total)
+    logger.info("compiled or read %d steps in %.1f s", total - 1, time.monotonic() - started)
+    return Programs(slots, steps, iterated)
 
 
 def _compile_slot_programs(config: EngineConfig, state: DeviceState) -> SlotPrograms:

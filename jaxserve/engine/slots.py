@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 import flax.struct
@@ -22,12 +23,14 @@ class PackedLoad:
     """A SlotLoad as the few arrays that travel to the device."""
 
     scalars: np.ndarray
-    """[9] int32: slot, known, computed, prompt, top_k, min_len, masked, num_biases, wants_logprobs."""
+    """[10] int32: slot, known, computed, prompt, top_k, min_len, masked, num_biases, wants_logprobs,
+    max_known."""
     key: np.ndarray
     floats: np.ndarray
     tokens: np.ndarray
     pages: np.ndarray
     stop_ids: np.ndarray
+    end_ids: np.ndarray
     bias_ids: np.ndarray
     bias_values: np.ndarray
     allowed: np.ndarray
@@ -64,6 +67,7 @@ def pack_load(load: SlotLoad, config: EngineConfig) -> PackedLoad:
         allowed is not None or load.mask is not None,
         len(biases),
         params.logprobs is not None or params.prompt_logprobs is not None,
+        config.max_model_len if load.max_known is None else load.max_known,
     ]
     return PackedLoad(
         scalars=np.array(scalars, np.int32),
@@ -72,6 +76,9 @@ def pack_load(load: SlotLoad, config: EngineConfig) -> PackedLoad:
         tokens=_padded(load.tokens, config.max_model_len + 1, 0, np.int32),
         pages=pages,
         stop_ids=_padded(stop_ids if params.min_tokens else (), MAX_STOP_IDS + MAX_EOS_IDS, -1, np.int32),
+        end_ids=_padded(
+            _end_ids(load)[: MAX_STOP_IDS + MAX_EOS_IDS], MAX_STOP_IDS + MAX_EOS_IDS, -1, np.int32
+        ),
         bias_ids=_padded(biases.keys(), MAX_BIASES, vocab, np.int32),
         bias_values=_padded(biases.values(), MAX_BIASES, 0.0, np.float32),
         allowed=_all_tokens(vocab) if allowed is None else allowed,
@@ -81,7 +88,9 @@ def pack_load(load: SlotLoad, config: EngineConfig) -> PackedLoad:
 
 def load_slot(state: DeviceState, load: PackedLoad) -> DeviceState:
     """Fill one slot; the device half of `StepEngine.load_slot`."""
-    slot, known, computed, num_prompt, top_k, min_len, masked, num_biases, wants_logprobs = load.scalars
+    slot, known, computed, num_prompt, top_k, min_len, masked, num_biases, wants_logprobs, max_known = (
+        load.scalars
+    )
     counts_V = _count_tokens(load, state.counts.shape[1], known, num_prompt)
     sampling = state.sampling
     sampling = dataclasses.replace(
@@ -91,6 +100,8 @@ def load_slot(state: DeviceState, load: PackedLoad) -> DeviceState:
         key=sampling.key.at[slot].set(load.key),
         min_len=sampling.min_len.at[slot].set(min_len),
         stop_ids=sampling.stop_ids.at[slot].set(load.stop_ids),
+        end_ids=sampling.end_ids.at[slot].set(load.end_ids),
+        max_known=sampling.max_known.at[slot].set(max_known),
         bias_ids=sampling.bias_ids.at[slot].set(load.bias_ids),
         bias_values=sampling.bias_values.at[slot].set(load.bias_values),
         allowed=sampling.allowed.at[slot].set(load.allowed),
@@ -196,6 +207,13 @@ def _count_tokens(load: PackedLoad, vocab: int, known: jax.Array, num_prompt: ja
 
     neutral = jnp.array([1.0, 0.0, 0.0], jnp.float32)
     return jax.lax.cond(jnp.any(load.floats[3:] != neutral), count, lambda: jnp.zeros((vocab,), jnp.int32))
+
+
+def _end_ids(load: SlotLoad) -> list[int]:
+    """What ends the answer. The device keeps as many as it has room for: others are met by the host alone,
+    which then drops what was computed past them."""
+    ends = (() if load.params.ignore_eos else load.eos_token_ids, load.params.stop_token_ids)
+    return list(dict.fromkeys(itertools.chain(*ends)))
 
 
 def _all_tokens(vocab: int) -> np.ndarray:

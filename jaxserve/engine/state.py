@@ -38,6 +38,10 @@ class SlotSampling:
     """[N + 1] int32 known tokens below which no stop id is sampled."""
     stop_ids: jax.Array
     """[N + 1, MAX_STOP_IDS + MAX_EOS_IDS] int32 ids withheld below min_len, -1 where unused."""
+    end_ids: jax.Array
+    """[N + 1, MAX_STOP_IDS + MAX_EOS_IDS] int32 ids that end the answer, -1 where unused."""
+    max_known: jax.Array
+    """[N + 1] int32 known tokens with which the answer is at its longest."""
     bias_ids: jax.Array
     """[N + 1, MAX_BIASES] int32, V (out of range) where unused."""
     bias_values: jax.Array
@@ -82,6 +86,8 @@ def make_state(config: EngineConfig, layouts: tuple[PageLayout, ...]) -> DeviceS
         key=jnp.zeros((rows, 2), jnp.uint32),
         min_len=jnp.zeros((rows,), jnp.int32),
         stop_ids=jnp.full((rows, stop_width), -1, jnp.int32),
+        end_ids=jnp.full((rows, stop_width), -1, jnp.int32),
+        max_known=jnp.zeros((rows,), jnp.int32),
         bias_ids=jnp.full((rows, MAX_BIASES), vocab, jnp.int32),
         bias_values=jnp.zeros((rows, MAX_BIASES), jnp.float32),
         allowed=jnp.full((rows, mask_words(vocab)), 0xFFFFFFFF, jnp.uint32),

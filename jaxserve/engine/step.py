@@ -41,11 +41,12 @@ class PlanFormat:
     num_groups: int
     num_slots: int
     page_size: int
+    max_iterations: int = 1
 
     @property
     def num_grants(self) -> int:
         """Pages that a step can need in one group: whole ones of its rows, and a begun one a sequence."""
-        return self.shape.rows // self.page_size + self.shape.sequences
+        return self.shape.rows * self.max_iterations // self.page_size + self.shape.sequences
 
     @property
     def _sizes(self) -> tuple[int, int, int, int]:
@@ -53,7 +54,7 @@ class PlanFormat:
         return shape.sequences, shape.sequences, shape.logit_rows, self.num_groups * self.num_grants * 3
 
     def pack(self, plan: StepPlan) -> np.ndarray:
-        """The plan as one vector. Raises ValueError if it does not fit the shape."""
+        """The plan as one vector; its iterations travel beside it. Raises ValueError if it does not fit."""
         slots, counts, logit_rows, grants = self._empty()
         num_sequences, row_ends = len(plan.slots), np.cumsum(plan.num_tokens)
         num_rows, num_logit_rows = plan.num_rows, int(plan.num_logit_rows.sum())
@@ -103,8 +104,23 @@ def run_step(
     Returns the next state, and int32 `[R, 3 + 2 A]` to be read by `unpack_result`.
     """
     batch = form.unpack(vector)
-    state = _grant_pages(state, batch)
-    row_sequence_T, rows = _ragged_rows(state, batch, form)
+    state, sampled = advance(transformer, form, params, grant_pages(state, batch), batch)
+    return state, pack_result(sampled)
+
+
+def advance(
+    transformer: Transformer,
+    form: PlanFormat,
+    params: Params,
+    state: DeviceState,
+    batch: Batch,
+    active_S: jax.Array | None = None,
+) -> tuple[DeviceState, Sampled]:
+    """Compute a batch whose pages are granted: forward, sample, append.
+
+    `active_S` leaves sequences out, in a decode shape: their rows are padding.
+    """
+    row_sequence_T, rows = _ragged_rows(state, batch, form, active_S)
     token_T = state.tokens[batch.slot_S[row_sequence_T], rows.position_T]
     single = form.shape.decode
     hidden_TD, cache = transformer.forward(params, state.cache, token_T, rows, single=single)
@@ -112,6 +128,8 @@ def run_step(
     # Padding takes row 0 of the logits' input but the padding's own slot, so that it writes to no one.
     real_R = batch.logit_row_R < form.shape.rows
     row_R = jnp.where(real_R, batch.logit_row_R, 0)
+    if active_S is not None:
+        real_R &= rows.valid_T[row_R]
     slot_R = jnp.where(real_R, batch.slot_S[row_sequence_T[row_R]], form.num_slots)
     next_position_R = jnp.where(real_R, rows.position_T[row_R] + 1, 0)
     is_last_R = real_R & (next_position_R == state.num_known[slot_R])
@@ -126,8 +144,9 @@ def run_step(
         mesh=transformer.mesh,
     )
     state = _append_tokens(state, slot_R, next_position_R, is_last_R, sampled.token, form.num_slots)
-    num_computed = state.num_computed.at[batch.slot_S].add(batch.num_tokens_S)
-    return dataclasses.replace(state, cache=cache, num_computed=num_computed), _pack_result(sampled)
+    num_tokens_S = batch.num_tokens_S if active_S is None else batch.num_tokens_S * active_S
+    num_computed = state.num_computed.at[batch.slot_S].add(num_tokens_S)
+    return dataclasses.replace(state, cache=cache, num_computed=num_computed), sampled
 
 
 def unpack_result(packed: np.ndarray, num_logit_rows: int) -> StepResult:
@@ -143,7 +162,7 @@ def unpack_result(packed: np.ndarray, num_logit_rows: int) -> StepResult:
     )
 
 
-def _grant_pages(state: DeviceState, batch: Batch) -> DeviceState:
+def grant_pages(state: DeviceState, batch: Batch) -> DeviceState:
     """Enter the step's new pages in the page tables."""
     slot_GX, index_GX, page_GX = (batch.grants_GX3[..., i] for i in range(3))
     group_G1 = jnp.arange(slot_GX.shape[0], dtype=jnp.int32)[:, None]
@@ -151,7 +170,9 @@ def _grant_pages(state: DeviceState, batch: Batch) -> DeviceState:
     return dataclasses.replace(state, page_table=page_table)
 
 
-def _ragged_rows(state: DeviceState, batch: Batch, form: PlanFormat) -> tuple[jax.Array, Rows]:
+def _ragged_rows(
+    state: DeviceState, batch: Batch, form: PlanFormat, active_S: jax.Array | None
+) -> tuple[jax.Array, Rows]:
     """Which sequence each row belongs to, and the rows as the layers need them."""
     row_T = jnp.arange(form.shape.rows, dtype=jnp.int32)
     end_S = jnp.cumsum(batch.num_tokens_S)
@@ -159,6 +180,9 @@ def _ragged_rows(state: DeviceState, batch: Batch, form: PlanFormat) -> tuple[ja
     valid_T = row_T < end_S[-1]
     sequence_T = row_T if form.shape.decode else jnp.sum(row_T[:, None] >= end_S[None], -1, dtype=jnp.int32)
     sequence_T = jnp.minimum(sequence_T, form.shape.sequences - 1)
+    real_S = batch.num_tokens_S > 0
+    if active_S is not None:
+        valid_T, real_S = valid_T & active_S[sequence_T], real_S & active_S
     computed_S = state.num_computed[batch.slot_S]
     position_T = jnp.where(valid_T, computed_S[sequence_T] + row_T - start_S[sequence_T], 0)
     page_table = tuple(table[batch.slot_S] for table in state.page_table)
@@ -171,7 +195,7 @@ def _ragged_rows(state: DeviceState, batch: Batch, form: PlanFormat) -> tuple[ja
         page_TG=page_TG,
         page_table=page_table,
         query_start_S1=jnp.concatenate([jnp.zeros((1,), jnp.int32), end_S]),
-        context_len_S=jnp.where(batch.num_tokens_S > 0, computed_S + batch.num_tokens_S, 0),
+        context_len_S=jnp.where(real_S, computed_S + batch.num_tokens_S, 0),
     )
 
 
@@ -193,7 +217,7 @@ def _append_tokens(
     )
 
 
-def _pack_result(sampled: Sampled) -> jax.Array:
+def pack_result(sampled: Sampled) -> jax.Array:
     """One int32 array `[R, 3 + 2 A]`; floats by their bits."""
 
     def bits(x: jax.Array) -> jax.Array:

@@ -1,0 +1,60 @@
+"""Several decode iterations in one dispatch, for when no one waits: one plan and one transfer for k tokens.
+
+Measured on CPU (jax 0.10, two busy cores): the loop copies no pool (5.7 MB of temporaries for SmolLM2 either
+way); a token of a 260K-parameter model takes 0.83 ms in place of 1.01, one of SmolLM2, where the model is all
+that counts, as long as before.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jaxserve.engine.state import DeviceState
+from jaxserve.engine.step import Batch, PlanFormat, advance, grant_pages, pack_result
+from jaxserve.model.transformer import Params, Transformer
+
+Carry = tuple[jax.Array, DeviceState, jax.Array, jax.Array]
+
+
+def run_iterations(
+    transformer: Transformer,
+    form: PlanFormat,
+    params: Params,
+    state: DeviceState,
+    vector: jax.Array,
+    num_iterations: jax.Array,
+) -> tuple[DeviceState, jax.Array]:
+    """Up to `num_iterations` decode steps, each sequence until its end; stops when all have met theirs.
+
+    The first two arguments are static; the state is donated. Returns the next state, and int32
+    `[form.max_iterations, R, 3 + 2 A]`, each iteration to be read as of `run_step`, with token -1 where a
+    sequence took no part.
+    """
+    batch = form.unpack(vector)
+
+    def iterate(carry: Carry) -> Carry:
+        iteration, state, active_S, results = carry
+        state, sampled = advance(transformer, form, params, state, batch, active_S)
+        token_S = jnp.where(active_S, sampled.token, -1)
+        results = results.at[iteration].set(pack_result(dataclasses.replace(sampled, token=token_S)))
+        return iteration + 1, state, active_S & ~_ended(state, batch, token_S), results
+
+    def goes_on(carry: Carry) -> jax.Array:
+        iteration, _, active_S, _ = carry
+        return (iteration < num_iterations) & jnp.any(active_S)
+
+    width = 3 + 2 * transformer.config.max_logprobs
+    nothing = jnp.full((form.max_iterations, form.shape.logit_rows, width), -1, jnp.int32)
+    start = (jnp.zeros((), jnp.int32), grant_pages(state, batch), batch.num_tokens_S > 0, nothing)
+    _, state, _, results = jax.lax.while_loop(goes_on, iterate, start)
+    return state, results
+
+
+def _ended(state: DeviceState, batch: Batch, token_S: jax.Array) -> jax.Array:
+    """Whether each sequence's newest token ends its answer, or it is at its longest."""
+    sampling = state.sampling
+    at_end_S = jnp.any(sampling.end_ids[batch.slot_S] == token_S[:, None], axis=-1)
+    return at_end_S | (state.num_known[batch.slot_S] >= sampling.max_known[batch.slot_S])
