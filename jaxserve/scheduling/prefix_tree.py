@@ -124,12 +124,12 @@ class PrefixTree:
 
     def num_claimed(self, match: PrefixMatch) -> tuple[int, ...]:
         """How many pages of each group, now counted as evictable, `use` of the match would hold."""
-        path = match.query.path[: match.num_full]
-        unheld = num_unheld(path)
+        path, num_full = match.query.path, match.num_full
+        unheld = num_unheld(path, num_full)
         claimed: list[int] = []
         for group, window in enumerate(self.windows):
             if window:
-                read = path[first_page_read(len(path), self.page_size, window) :]
+                read = path[first_page_read(num_full, self.page_size, window) : num_full]
                 claimed.append(sum(self._store.pool.held_once(group, node.pages[group]) for node in read))
             else:
                 claimed.append(unheld)

@@ -96,9 +96,9 @@ def search(
     return PrefixMatch(query, epoch, root, node, num_tokens, source)
 
 
-def num_unheld(path: Sequence[Node]) -> int:
-    """How many nodes at the end of the path nobody holds."""
-    return len(path) - bisect_left(path, True, key=lambda node: node.holds == 0)
+def num_unheld(path: Sequence[Node], num_pages: int) -> int:
+    """How many of the first nodes of a path nobody holds: the last ones of them."""
+    return num_pages - bisect_left(path, True, 0, num_pages, key=lambda node: node.holds == 0)
 
 
 def _descend(query: PrefixQuery, root: Root, page_size: int) -> None:
