@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
+from jaxserve.gates import GrammarSource
 from jaxserve.loop import HostLoop, LoopStoppedError
 from jaxserve.loop_stats import LoopSnapshot
 from jaxserve.outputs import AnswerDelta
@@ -125,6 +126,12 @@ class Engine:
     @property
     def limits(self) -> EngineLimits:
         return self._loop.limits
+
+    @property
+    def grammars(self) -> GrammarSource | None:
+        """See HostLoop. Compile a grammar there, from any thread but an event loop's, before submitting a
+        request that has it: else the engine's thread does, and everybody waits."""
+        return self._loop.grammars
 
     @property
     def failure(self) -> BaseException | None:

@@ -65,7 +65,7 @@ class GrammarGates:
     def __init__(self, engine: StepEngine, scheduler: Scheduler, source: GrammarSource | None) -> None:
         self._engine = engine
         self._scheduler = scheduler
-        self._source = source
+        self.source = source
         self._matchers: dict[Request, TokenMatcher] = {}
         self._masks: dict[Request, MaskWords] = {}
         """For each the tokens that it may sample next; absent while that is worked out."""
@@ -80,15 +80,15 @@ class GrammarGates:
 
     def check(self, params: SamplingParams) -> None:
         """Raise ValueError for a grammar that this loop cannot follow at all."""
-        if params.grammar is not None and self._source is None:
+        if params.grammar is not None and self.source is None:
             raise ValueError(f"grammar of kind {params.grammar.kind}: this engine was given no grammars")
 
     def start(self, params: SamplingParams) -> TokenMatcher | None:
         """The matcher of a new request, None without a grammar. Raises ValueError for a bad grammar."""
         if params.grammar is None:
             return None
-        assert self._source is not None, "the request has been checked"
-        return self._source.compile(params.grammar).matcher(params, self._scheduler.limits.eos_token_ids)
+        assert self.source is not None, "the request has been checked"
+        return self.source.compile(params.grammar).matcher(params, self._scheduler.limits.eos_token_ids)
 
     def open(self, submission: Submission, matcher: TokenMatcher) -> None:
         """Gate the samples of a submission, all at the matcher's place."""

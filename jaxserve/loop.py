@@ -80,6 +80,11 @@ class HostLoop:
         return self._scheduler.limits
 
     @property
+    def grammars(self) -> GrammarSource | None:
+        """What follows the grammars of requests. One compiled there beforehand costs its request little."""
+        return self._gates.source
+
+    @property
     def num_running(self) -> int:
         """Samples in slots."""
         return self._scheduler.num_running

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
 from jaxserve.async_engine import Engine
 from jaxserve.config import LogprobsMode
-from jaxserve.gates import GrammarSource
 from jaxserve.interrupts import interrupts_kept
 from jaxserve.loop import HostLoop
 from jaxserve.plan import EngineLimits, Grammar, SamplingParams, StepEngine
@@ -93,10 +92,10 @@ def open_model(name: str | os.PathLike[str], *, progress: bool = False) -> Opene
     return OpenedModel(checkpoint, tokenizer, read_sampling_defaults(checkpoint.path))
 
 
-class Grammars:
-    """The grammars of one model, which its loop and whoever checks requests beforehand have in common.
+class _Grammars:
+    """The grammars of one model. Safe to use from several threads.
 
-    Safe to use from several threads. The compiler, a fifth of a second's work, is made for the first one.
+    The compiler, a fifth of a second's work, is made for the first one.
     """
 
     def __init__(self, tokenizer: Tokenizer, limits: EngineLimits) -> None:
@@ -115,17 +114,8 @@ class Grammars:
         return compiler.compile(grammar)
 
 
-def make_loop(
-    engine: StepEngine,
-    tokenizer: Tokenizer,
-    *,
-    overlap: bool = True,
-    grammars: GrammarSource | None = None,
-) -> HostLoop:
-    """A host loop that speaks text: stop strings, streamed text, decoded log-probs, grammars.
-
-    `grammars`: for a loop that shares them; by default it has its own.
-    """
+def make_loop(engine: StepEngine, tokenizer: Tokenizer, *, overlap: bool = True) -> HostLoop:
+    """A host loop that speaks text: stop strings, streamed text, decoded log-probs, grammars."""
 
     def answer_text(prompt_ids: Sequence[int], params: SamplingParams) -> AnswerText:
         return AnswerText(tokenizer, prompt_ids, params)
@@ -135,7 +125,7 @@ def make_loop(
         overlap=overlap,
         answer_text=answer_text,
         decode_token=tokenizer.token_text,
-        grammars=Grammars(tokenizer, engine.limits) if grammars is None else grammars,
+        grammars=_Grammars(tokenizer, engine.limits),
     )
 
 

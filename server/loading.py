@@ -55,7 +55,7 @@ class ModelLoader:
         from jaxserve.async_engine import Engine
         from jaxserve.engine.build import EngineOptions
         from jaxserve.engine.compile_cache import compile_counter
-        from jaxserve.opened_model import Grammars, make_loop, open_model
+        from jaxserve.opened_model import make_loop, open_model
 
         # Whatever is wrong with any of them is to be said before the first is loaded.
         options = [EngineOptions(**route.settings) for route in self._routes]
@@ -71,11 +71,10 @@ class ModelLoader:
             device = model.build_engine(chosen, progress=self._progress)
             identity = identify(route.name, model_name(route.model), model, device.config, platform)
             self.lines += describe(identity, device.config, route.fallback, defaults)
-            grammars = Grammars(model.tokenizer, device.limits)
             yield Service(
                 identity,
                 model.tokenizer,
-                Engine(make_loop(device, model.tokenizer, grammars=grammars)),
+                Engine(make_loop(device, model.tokenizer)),
                 max_waiting=route.max_waiting,
                 sampling_defaults=defaults,
                 statistics=self._statistics,

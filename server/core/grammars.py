@@ -1,53 +1,49 @@
-"""Whether an answer can be held to a grammar."""
+"""Whether an answer can be held to a grammar: found out before the request reaches the engine."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
 
 from jaxserve.gates import GrammarSource
 from jaxserve.plan import Grammar
 from server.core.errors import ServiceError, Status
 
-_NUM_THREADS = 8
-"""Wait for the compiler's processes, of which there are fewer; known grammars pass them by."""
+MAX_CHECKS = 64
+"""At once. The compiler tries out fewer, but each that waits for it has a thread: known ones pass them by."""
+_RETRY_SECONDS = 1.0
 
 
-class GrammarChecker(Protocol):
-    """Knows the grammars that an engine can follow."""
+class GrammarChecks:
+    """Compiles grammars on threads of its own, so that a hostile one keeps nobody else's work waiting."""
 
-    async def check(self, grammar: Grammar) -> None:
-        """Raise ValueError, saying why, for a grammar that is malformed or takes too much to follow.
-
-        Bounded in time, and other requests go on meanwhile. A grammar that has passed costs its request
-        little more.
-        """
-        ...
-
-
-class CompiledGrammars:
-    """A GrammarChecker over what the loop takes its grammars from, which keeps those that were compiled."""
-
-    def __init__(self, source: GrammarSource) -> None:
-        """source: safe to use from several threads."""
+    def __init__(self, source: GrammarSource | None) -> None:
+        """source: the engine's, which keeps what was compiled; None if it follows no grammars."""
         self._source = source
-        # Threads of its own: whoever waits for a hostile grammar keeps nobody else's work waiting.
-        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="grammars")
+        self._threads = ThreadPoolExecutor(MAX_CHECKS, thread_name_prefix="grammars")
+        self._free = threading.BoundedSemaphore(MAX_CHECKS)
 
-    async def check(self, grammar: Grammar) -> None:
-        await asyncio.get_running_loop().run_in_executor(self._threads, self._source.compile, grammar)
-
-
-async def check_grammar(checker: GrammarChecker | None, grammar: Grammar | None) -> None:
-    """Raise ServiceError: INVALID_ARGUMENT for a bad grammar, UNIMPLEMENTED where the engine follows none."""
-    if grammar is None:
-        return
-    if checker is None:
-        raise ServiceError(
-            Status.UNIMPLEMENTED, f"grammar {grammar.kind}: answers cannot be held to one here"
-        )
-    try:
-        await checker.check(grammar)
-    except ValueError as error:
-        raise ServiceError(Status.INVALID_ARGUMENT, f"grammar {error}") from error
+    async def check(self, grammar: Grammar | None) -> None:
+        """Raise ServiceError: INVALID_ARGUMENT for a grammar that is malformed or takes too much to follow,
+        RESOURCE_EXHAUSTED where too many wait, UNIMPLEMENTED where the engine follows none."""
+        if grammar is None:
+            return
+        if self._source is None:
+            raise ServiceError(
+                Status.UNIMPLEMENTED, f"grammar {grammar.kind}: answers cannot be held to one here"
+            )
+        if not self._free.acquire(blocking=False):
+            raise ServiceError(
+                Status.RESOURCE_EXHAUSTED,
+                f"{MAX_CHECKS} grammars wait to be compiled already, which is the limit",
+                _RETRY_SECONDS,
+                reason="grammars",
+            )
+        work = self._threads.submit(self._source.compile, grammar)
+        # Not when the wait ends: that may be given up before the work is done.
+        work.add_done_callback(lambda _: self._free.release())
+        try:
+            await asyncio.wrap_future(work)
+        except ValueError as error:
+            raise ServiceError(Status.INVALID_ARGUMENT, f"grammar {error}") from error

@@ -20,7 +20,7 @@ from jaxserve.version import __version__
 from server.core.admission import Admission
 from server.core.errors import ServiceError, Status, engine_failed
 from server.core.generation import Generation
-from server.core.grammars import GrammarChecker, check_grammar
+from server.core.grammars import GrammarChecks
 from server.core.identity import ModelIdentity
 from server.core.requests import Choice, GenerateRequest, Receipt, RequestRecord
 from server.core.statistics import RateMeter, Statistics, StatisticsOptions
@@ -70,7 +70,6 @@ class Service:
         *,
         max_waiting: int = 1024,
         sampling_defaults: Mapping[str, Any] | None = None,
-        grammars: GrammarChecker | None = None,
         statistics: StatisticsOptions | None = None,
     ) -> None:
         """Serve a running engine, which stays the caller's to close.
@@ -81,7 +80,6 @@ class Service:
             engine: runs on its own thread.
             max_waiting: requests that may wait beyond those that the slots hold.
             sampling_defaults: the model's own values of parameters that a request leaves out, by name.
-            grammars: those that the engine can hold an answer to; None for none.
             statistics: what is promised and counted; by default nothing is promised.
         """
         self.identity = identity
@@ -92,7 +90,7 @@ class Service:
         """Called with each request when it has ended or was refused; they must not raise."""
         self.started_at = time.monotonic()
         self.sampling_defaults = dict(sampling_defaults or {})
-        self.grammars = grammars
+        self._grammars = GrammarChecks(engine.grammars)
         self._admission = Admission(engine.limits.num_slots, max_waiting)
         self._meter = RateMeter()
         # A longer text is refused before time is spent on encoding it.
@@ -244,7 +242,7 @@ class Service:
         self._check_open()
         request.check()
         self._admission.admit(self.engine.num_open)
-        await check_grammar(self.grammars, request.params.grammar)
+        await self._grammars.check(request.params.grammar)
         token_ids = await self._encode(request)
         self._check_open()  # Encoding may have taken a while.
         request_id = request.request_id or f"generate-{next(self._numbers)}"

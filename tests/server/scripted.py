@@ -12,7 +12,6 @@ from jaxserve.async_engine import Engine
 from jaxserve.loop import HostLoop
 from jaxserve.plan import Grammar, SamplingParams, pack_token_ids
 from server.core import Service
-from server.core.grammars import CompiledGrammars
 from tests.fake_engine import FakeEngine, make_limits
 from tests.fake_model import byte_tokenizer
 from tests.server.harness import IDENTITY
@@ -81,7 +80,7 @@ async def scripted_serving(script: Script, template: str) -> AsyncIterator[tuple
     loop = HostLoop(FakeEngine(LIMITS), answer_text=script.answer_text, grammars=script)
     engine = Engine(loop)
     try:
-        yield Service(IDENTITY, byte_tokenizer(template), engine, grammars=CompiledGrammars(script)), loop
+        yield Service(IDENTITY, byte_tokenizer(template), engine), loop
     finally:
         engine.close()
     loop.check_integrity()

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
 import pytest
 from smg_grpc_proto.generated import vllm_engine_pb2
 
+from jaxserve.async_engine import Engine
+from jaxserve.loop import HostLoop
 from jaxserve.plan import Grammar
+from server.core import Service
 from server.proto.jaxserve.v1 import engine_pb2 as pb
+from tests.fake_engine import FakeEngine
+from tests.fake_model import fake_limits
 from tests.server.grpc_harness import Served, drained, failure, grpc_serving
+from tests.server.harness import IDENTITY, TOKENIZER
 from tests.server.scripted import Script, scripted_serving
 
 TEMPLATE = (
@@ -119,8 +126,15 @@ def test_a_bad_constraint_is_refused_with_a_sentence(
 
 
 def test_an_engine_without_grammars_says_so() -> None:
+    @asynccontextmanager
+    async def plain() -> AsyncIterator[tuple[Service, HostLoop]]:
+        loop = HostLoop(FakeEngine(fake_limits()))
+        engine = Engine(loop)
+        yield Service(IDENTITY, TOKENIZER, engine), loop
+        engine.close()
+
     async def main() -> None:
-        async with grpc_serving() as served:
+        async with grpc_serving(open_service=plain) as served:
             error = await failure(served.native.Generate(native(pb.Grammar(regex="a"))))
             assert error.code() is grpc.StatusCode.UNIMPLEMENTED
             assert "grammar regex" in error.details()

@@ -21,9 +21,8 @@ openai = pytest.importorskip("openai", reason="needs the official client")
 from jaxserve.async_engine import Engine  # noqa: E402
 from jaxserve.engine.build import EngineOptions  # noqa: E402
 from jaxserve.loop import HostLoop  # noqa: E402
-from jaxserve.opened_model import Grammars, make_loop, open_model  # noqa: E402
+from jaxserve.opened_model import make_loop, open_model  # noqa: E402
 from server.core import Routes, Service, identify  # noqa: E402
-from server.core.grammars import CompiledGrammars  # noqa: E402
 from server.grpc_server import GrpcDoor, GrpcOptions  # noqa: E402
 from server.proto.jaxserve.v1 import engine_pb2 as pb  # noqa: E402
 from server.proto.jaxserve.v1 import engine_pb2_grpc  # noqa: E402
@@ -60,12 +59,11 @@ async def stories(folder: Path) -> AsyncIterator[tuple[Service, HostLoop]]:
     model = open_model(folder)
     model.tokenizer.chat_templates["default"] = TEMPLATE
     device = model.build_engine(EngineOptions(num_slots=2, max_model_len=256, max_chunk=16))
-    grammars = Grammars(model.tokenizer, device.limits)
-    loop = make_loop(device, model.tokenizer, grammars=grammars)
+    loop = make_loop(device, model.tokenizer)
     engine = Engine(loop)
     identity = identify("stories", "stories", model, device.config, "cpu")
     try:
-        yield Service(identity, model.tokenizer, engine, grammars=CompiledGrammars(grammars)), loop
+        yield Service(identity, model.tokenizer, engine), loop
     finally:
         engine.close()
     loop.check_integrity()
