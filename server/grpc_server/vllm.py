@@ -110,6 +110,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
             block_size=limits.page_size,
             model_dtype=identity.precision,
             max_num_seqs=limits.num_slots,
+            constrained_decoding_start="first_token",
         )
 
     @reports_errors

@@ -125,6 +125,14 @@ def test_a_bad_constraint_is_refused_with_a_sentence(
     with_script(main)
 
 
+def test_gateways_are_told_that_a_grammar_holds_from_the_first_token() -> None:
+    async def main(served: Served, script: Script) -> None:
+        found = await served.vllm.GetServerInfo(vllm_engine_pb2.GetServerInfoRequest())
+        assert found.constrained_decoding_start == "first_token"
+
+    with_script(main)
+
+
 def test_an_engine_without_grammars_says_so() -> None:
     @asynccontextmanager
     async def plain() -> AsyncIterator[tuple[Service, HostLoop]]:
