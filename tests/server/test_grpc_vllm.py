@@ -180,8 +180,6 @@ def test_prompts_are_cut_from_the_left() -> None:
 @pytest.mark.parametrize(
     ("message", "code", "words"),
     [
-        (request(json_schema="{}"), "UNIMPLEMENTED", "json_schema"),
-        (request(choice=pb.ChoiceConstraint(choices=["a"])), "UNIMPLEMENTED", "choice"),
         (request(fields={"mm_inputs": pb.MultimodalInputs()}), "UNIMPLEMENTED", "images"),
         (request(fields={"extra_mm_inputs": [pb.MultimodalInputs()]}), "UNIMPLEMENTED", "images"),
         (request(fields={"kv_transfer_params_json": "{}"}), "UNIMPLEMENTED", "prefill"),
