@@ -93,6 +93,7 @@ class ScriptedEngine:
     def __init__(self) -> None:
         self.limits = fake_limits()
         self.failure: BaseException | None = None
+        self.grammars = None
         self.num_open = 0
         self.counts = LoopSnapshot(
             num_open=3,
