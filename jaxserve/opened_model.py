@@ -38,6 +38,7 @@ class EngineSettings(TypedDict, total=False):
     deterministic: bool
     logprobs_mode: LogprobsMode
     max_logprobs: int
+    max_iterations: int
 
 
 @dataclass(frozen=True)
