@@ -7,7 +7,7 @@ A pool is one flat array `[num_layers * num_pages, rows, 128]`; layer `l` of a g
 - Head size up to 64: one plane, the key in lanes 0..63 and the value in lanes 64..127 of a token's row.
 - Larger: the key's planes (`ceil(head_size / 128)`), then the value's.
 
-Lanes past the head size are zero. An int8 pool has a sibling array of scales
+Lanes past the head size are zero. A pool of eight bits has a sibling array of scales
 `[num_layers * num_pages, scale_rows, scale_lanes]`, head-major too: a head's key scales of the page's tokens,
 then its value scales, in rows of 128 lanes (fewer where a head needs fewer). An array whose last axis is not
 exactly 128 gets another layout from XLA on TPU for each of its uses, and is copied whole between them.
@@ -22,7 +22,8 @@ import jax
 import jax.numpy as jnp
 
 LANES = 128
-INT8_MAX = 127.0
+FORMAT_MAX = {"int8": 127.0, "float8_e4m3fn": 448.0}
+"""The formats of eight bits, whose numbers are scaled, and the largest number of each."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class PageLayout:
     num_pages: int
     """Pages of each layer."""
     kv_format: str
-    """float32, bfloat16 or int8: what a stored number means."""
+    """float32, bfloat16, int8 or float8_e4m3fn: what a stored number means."""
     storage: str
     """The array's type; may be an unsigned integer of the same width where scatters of floats are slow."""
 
@@ -56,7 +57,7 @@ class PageLayout:
 
     @property
     def quantised(self) -> bool:
-        return self.kv_format == "int8"
+        return self.kv_format in FORMAT_MAX
 
     def pool_shape(self, num_layers: int) -> tuple[int, int, int]:
         return (num_layers * self.num_pages, self.rows, LANES)
@@ -85,6 +86,17 @@ class PageLayout:
             if self.storage == self.kv_format
             else jax.lax.bitcast_convert_type(values, jnp.dtype(self.storage))
         )
+
+    def quantise(self, x_TKh: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Numbers that fit a format of eight bits, float32, and their scales: one a token and head."""
+        x_TKh = x_TKh.astype(jnp.float32)
+        largest = FORMAT_MAX[self.kv_format]
+        scale_TK = jnp.maximum(jnp.max(jnp.abs(x_TKh), axis=-1), 1e-8) / largest
+        scaled_TKh = x_TKh / scale_TK[..., None]
+        if self.kv_format == "int8":
+            return jnp.round(scaled_TKh), scale_TK
+        # A quotient may be rounded beyond the largest number, which the cast would make a NaN.
+        return jnp.clip(scaled_TKh, -largest, largest), scale_TK
 
     def from_storage(self, stored: jax.Array) -> jax.Array:
         return (

@@ -22,7 +22,7 @@ def kv_write(
 
     Args:
         pool: `[num_layers * num_pages, rows, 128]`, donated by the caller's step.
-        scales: float32 `layout.scales_shape(num_layers)` for an int8 pool, else None.
+        scales: float32 `layout.scales_shape(num_layers)` for a pool of eight bits, else None.
         k_TKh, v_TKh: new keys and values.
         page_T: int32 page of each row, the layer's offset included; two rows may share a (page, offset)
             only where nothing reads it (the sink page that padded rows write to).

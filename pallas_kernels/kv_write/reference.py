@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.page_layout import INT8_MAX, LANES, PageLayout
+from pallas_kernels.page_layout import LANES, PageLayout
 
 
 def kv_write_reference(
@@ -20,8 +20,8 @@ def kv_write_reference(
 ) -> tuple[jax.Array, jax.Array | None]:
     """See `kv_write`."""
     if scales is not None:
-        k_TKh, k_scale_TK = _quantise(k_TKh)
-        v_TKh, v_scale_TK = _quantise(v_TKh)
+        k_TKh, k_scale_TK = layout.quantise(k_TKh)
+        v_TKh, v_scale_TK = layout.quantise(v_TKh)
         part = jnp.arange(2 * layout.num_kv_heads, dtype=jnp.int32)
         place_Tx = part[None] * layout.page_size + offset_T[:, None]
         scales = scales.at[
@@ -35,10 +35,3 @@ def kv_write_reference(
         layout.to_storage(plane_TKE.reshape(-1, LANES)), mode="promise_in_bounds"
     )
     return flat.reshape(pool.shape), scales
-
-
-def _quantise(x_TKh: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Symmetric int8 with one scale for each token and head."""
-    x_TKh = x_TKh.astype(jnp.float32)
-    scale_TK = jnp.maximum(jnp.max(jnp.abs(x_TKh), axis=-1), 1e-8) / INT8_MAX
-    return jnp.round(x_TKh / scale_TK[..., None]).astype(jnp.int8), scale_TK

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import jax
 
+from pallas_kernels.dispatch import Implementation, Target, choose
 from pallas_kernels.page_layout import PageLayout
+from pallas_kernels.ragged_paged_attention import tpu
 from pallas_kernels.ragged_paged_attention.params import AttentionParams
-from pallas_kernels.ragged_paged_attention.reference import attend_ragged, attend_single
+from pallas_kernels.ragged_paged_attention.reference import attend_reference
+
+IMPLEMENTATIONS = (
+    Implementation("tpu", "tpu", tpu.attend_tpu, tpu.obstacle),
+    Implementation("reference", None, attend_reference),
+)
 
 
 def ragged_paged_attention(
@@ -21,23 +28,65 @@ def ragged_paged_attention(
     layout: PageLayout,
     params: AttentionParams,
     single: bool,
+    sinks_H: jax.Array | None = None,
+    target: Target | None = None,
 ) -> jax.Array:
     """Causal attention of each row over its own sequence's pages, this step's tokens included.
 
     Args:
         q_THh: queries, rotary already applied; the rows of a sequence are contiguous.
         pool: `[num_layers * num_pages, rows, 128]` in `layout`.
-        scales: float32 `[num_layers * num_pages, 2 * K, page_size]` for an int8 pool, else None.
+        scales: float32 `layout.scales_shape(num_layers)` for a pool of 8 bits, else None.
         page_table_SP: int32 page ids of each sequence within a layer; P * page_size is a multiple of
             `params.context_block`.
         query_start_S1: int32 `[S + 1]`, the first row of each sequence; rows past the last are padding.
         context_len_S: int32 tokens of each sequence after this step; its rows are the last of them.
         first_page: the layer's offset in the pool.
-        single: every sequence has exactly one row (T == S).
+        single: every sequence has exactly one row (T == S), or is padding with a context of 0.
+        sinks_H: logits that take part in each head's softmax without a value (attention sinks), or None.
+        target: the device to trace for; None for any, which takes the reference.
 
     Returns `[T, H, h]` in q's type; padded rows hold finite numbers without meaning.
     Raises ValueError at trace time on shapes that disagree.
     """
+    _check(q_THh, page_table_SP, query_start_S1, context_len_S, sinks_H, layout, params, single)
+    target = target or Target()
+    chosen, interpret = choose(
+        "ragged_paged_attention",
+        IMPLEMENTATIONS,
+        target,
+        layout=layout,
+        num_rows=q_THh.shape[0],
+        table_shape=page_table_SP.shape,
+        single=single,
+    )
+    return chosen.run(
+        q_THh,
+        pool,
+        scales,
+        page_table_SP,
+        query_start_S1,
+        context_len_S,
+        first_page,
+        sinks_H,
+        layout=layout,
+        params=params,
+        single=single,
+        target=target,
+        interpret=interpret,
+    )
+
+
+def _check(
+    q_THh: jax.Array,
+    page_table_SP: jax.Array,
+    query_start_S1: jax.Array,
+    context_len_S: jax.Array,
+    sinks_H: jax.Array | None,
+    layout: PageLayout,
+    params: AttentionParams,
+    single: bool,
+) -> None:
     num_rows, num_heads, head_size = q_THh.shape
     num_sequences, num_pages = page_table_SP.shape
     if head_size != layout.head_size or num_heads % layout.num_kv_heads:
@@ -46,22 +95,9 @@ def ragged_paged_attention(
         raise ValueError(f"{num_rows} rows for {num_sequences} sequences of one row")
     if query_start_S1.shape != (num_sequences + 1,) or context_len_S.shape != (num_sequences,):
         raise ValueError(f"query_start {query_start_S1.shape}, context_len {context_len_S.shape}")
+    if sinks_H is not None and sinks_H.shape != (num_heads,):
+        raise ValueError(f"sinks {sinks_H.shape} for {num_heads} heads")
     if params.context_block % layout.page_size or num_pages * layout.page_size % params.context_block:
         raise ValueError(
             f"context_block {params.context_block} over {num_pages} pages of {layout.page_size} tokens"
         )
-    if single:
-        return attend_single(
-            q_THh, pool, scales, page_table_SP, context_len_S, first_page, layout=layout, params=params
-        )
-    return attend_ragged(
-        q_THh,
-        pool,
-        scales,
-        page_table_SP,
-        query_start_S1,
-        context_len_S,
-        first_page,
-        layout=layout,
-        params=params,
-    )

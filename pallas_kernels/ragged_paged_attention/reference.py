@@ -10,6 +10,8 @@ of a block, p pages of a block, E planes of a kv head.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -23,33 +25,7 @@ Carry = tuple[jax.Array, jax.Array, jax.Array]
 """Unnormalised output `[N, K, R, h]`, highest score and sum of weights `[N, K, R]` so far."""
 
 
-def attend_single(
-    q_THh: jax.Array,
-    pool: jax.Array,
-    scales: jax.Array | None,
-    page_table_SP: jax.Array,
-    context_len_S: jax.Array,
-    first_page: jax.Array | int,
-    *,
-    layout: PageLayout,
-    params: AttentionParams,
-) -> jax.Array:
-    """One row a sequence: all sequences advance through their context blocks together."""
-    out = _attend_tiles(
-        _as_tiles(q_THh, layout, 1),
-        pool,
-        scales,
-        page_table_SP,
-        context_len_S - 1,
-        context_len_S,
-        first_page,
-        layout=layout,
-        params=params,
-    )
-    return out.reshape(q_THh.shape)
-
-
-def attend_ragged(
+def attend_reference(
     q_THh: jax.Array,
     pool: jax.Array,
     scales: jax.Array | None,
@@ -57,16 +33,53 @@ def attend_ragged(
     query_start_S1: jax.Array,
     context_len_S: jax.Array,
     first_page: jax.Array | int,
+    sinks_H: jax.Array | None = None,
     *,
     layout: PageLayout,
     params: AttentionParams,
+    single: bool,
+    **_: object,
+) -> jax.Array:
+    """See `ragged_paged_attention`."""
+    pages = _Pages(pool, scales, first_page, sinks_H, layout, params)
+    if single:
+        return _attend_single(q_THh, pages, page_table_SP, context_len_S)
+    return _attend_ragged(q_THh, pages, page_table_SP, query_start_S1, context_len_S)
+
+
+@dataclass(frozen=True)
+class _Pages:
+    """What is the same for all rows."""
+
+    pool: jax.Array
+    scales: jax.Array | None
+    first_page: jax.Array | int
+    sinks_H: jax.Array | None
+    layout: PageLayout
+    params: AttentionParams
+
+
+def _attend_single(
+    q_THh: jax.Array, pages: _Pages, page_table_SP: jax.Array, context_len_S: jax.Array
+) -> jax.Array:
+    """One row a sequence: all sequences advance through their context blocks together."""
+    tiles = _as_tiles(q_THh, pages.layout, 1)
+    return _attend_tiles(tiles, pages, page_table_SP, context_len_S - 1, context_len_S).reshape(q_THh.shape)
+
+
+def _attend_ragged(
+    q_THh: jax.Array,
+    pages: _Pages,
+    page_table_SP: jax.Array,
+    query_start_S1: jax.Array,
+    context_len_S: jax.Array,
 ) -> jax.Array:
     """Any number of rows a sequence: a loop over tiles of consecutive rows of one sequence.
 
     A tile may run past its sequence's last row; what it writes there is overwritten by the next tile,
     since tiles go in the order of rows.
     """
-    num_rows, tile_rows = q_THh.shape[0], params.query_tile
+    num_rows, tile_rows = q_THh.shape[0], pages.params.query_tile
     num_rows_S = jnp.diff(query_start_S1)
     tiles_end_S = jnp.cumsum(-(-num_rows_S // tile_rows))
     first_position_S = context_len_S - num_rows_S
@@ -79,15 +92,11 @@ def attend_ragged(
         row = query_start_S1[sequence] + skipped
         q = lax.dynamic_slice_in_dim(padded_q, row, tile_rows)
         attended = _attend_tiles(
-            _as_tiles(q, layout, tile_rows),
-            pool,
-            scales,
+            _as_tiles(q, pages.layout, tile_rows),
+            pages,
             lax.dynamic_slice_in_dim(page_table_SP, sequence, 1),
             (first_position_S[sequence] + skipped)[None],
             context_len_S[sequence][None],
-            first_page,
-            layout=layout,
-            params=params,
         )
         return lax.dynamic_update_slice_in_dim(out, attended.reshape(q.shape), row, 0)
 
@@ -103,17 +112,13 @@ def _as_tiles(q_THh: jax.Array, layout: PageLayout, num_rows: int) -> jax.Array:
 
 def _attend_tiles(
     q_NBKGh: jax.Array,
-    pool: jax.Array,
-    scales: jax.Array | None,
+    pages: _Pages,
     page_table_NP: jax.Array,
     first_position_N: jax.Array,
     context_len_N: jax.Array,
-    first_page: jax.Array | int,
-    *,
-    layout: PageLayout,
-    params: AttentionParams,
 ) -> jax.Array:
     """Tiles of consecutive rows, each against its own sequence; returns `[N, B, K, G, h]`."""
+    layout, params = pages.layout, pages.params
     num_tiles, num_rows, num_kv_heads, num_groups, head_size = q_NBKGh.shape
     block, num_pages = params.context_block, params.context_block // layout.page_size
     q_NKRh = jnp.transpose(q_NBKGh, (0, 2, 1, 3, 4)).reshape(num_tiles, num_kv_heads, -1, head_size)
@@ -126,7 +131,7 @@ def _attend_tiles(
         page_Np = lax.dynamic_slice_in_dim(page_table_NP, index * num_pages, num_pages, axis=1)
         position_t = index * block + jnp.arange(block, dtype=jnp.int32)
         written_Nt = position_t[None] < context_len_N[:, None]
-        k_NKth, v_NKth = _gather_block(pool, scales, page_Np + first_page, layout)
+        k_NKth, v_NKth = _gather_block(pages.pool, pages.scales, page_Np + pages.first_page, layout)
         # A page not written yet, or behind the window and given away, may hold anything, NaN included,
         # which a zero weight would not silence.
         readable_Nt = written_Nt
@@ -154,15 +159,21 @@ def _attend_tiles(
         first_block = jnp.maximum(jnp.min(first_position_N) - params.window + 1, 0) // block
     last_position_N = jnp.minimum(first_position_N + num_rows, context_len_N) - 1
     num_blocks = jnp.max(last_position_N) // block + 1
-    carry = (
-        jnp.zeros(q_NKRh.shape, jnp.float32),
-        jnp.full(q_NKRh.shape[:-1], MASKED, jnp.float32),
-        jnp.zeros(q_NKRh.shape[:-1], jnp.float32),
-    )
+    peak_NKR, total_NKR = _nothing_seen(q_NKRh.shape[:-1], pages.sinks_H)
+    carry = jnp.zeros(q_NKRh.shape, jnp.float32), peak_NKR, total_NKR
     out_NKRh, _, total_NKR = lax.fori_loop(first_block, num_blocks, reduce_block, carry)
     out_NKRh = out_NKRh / jnp.where(total_NKR == 0.0, 1.0, total_NKR)[..., None]
     out_NKBGh = out_NKRh.reshape(num_tiles, num_kv_heads, num_rows, num_groups, head_size)
     return jnp.transpose(out_NKBGh, (0, 2, 1, 3, 4)).astype(q_NBKGh.dtype)
+
+
+def _nothing_seen(shape: tuple[int, ...], sinks_H: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """Highest score and sum of weights `[N, K, R]` before the first block: those of the sinks alone."""
+    if sinks_H is None:
+        return jnp.full(shape, MASKED, jnp.float32), jnp.zeros(shape, jnp.float32)
+    sinks_KG = sinks_H.astype(jnp.float32).reshape(shape[1], -1)
+    sinks_KR = jnp.tile(sinks_KG, (1, shape[2] // sinks_KG.shape[1]))
+    return jnp.broadcast_to(sinks_KR[None], shape), jnp.ones(shape, jnp.float32)
 
 
 def _contract(a_NKRx: jax.Array, b_NKtx: jax.Array, exact_order: bool) -> jax.Array:

@@ -1,16 +1,17 @@
 """The prefill-shaped TPU kernel: tiles of query rows against blocks of pages.
 
-A tile is a fixed piece of the flattened batch, so that queries and results move in blocks of their own; where
-several sequences meet in a tile, each is reduced into its own rows. One chain of fetches runs through all
-tiles of a core: the first pages of a tile are on their way while the last ones of its predecessor are reduced.
+A tile is a fixed piece of the flattened batch, so that queries and results move in blocks of their own;
+where several sequences meet in a tile, each is reduced into its own rows. One chain of fetches runs through
+all tiles of a core: a tile's first pages are on their way while its predecessor's last ones are reduced.
 
-Axes: T rows, B rows of a tile, G queries of a kv head, M = B * G, K kv heads, S sequences, N tiles, t positions
-of a block, W lanes of a query or of a result.
+Axes: T rows, B rows of a tile, G queries of a kv head, M = B * G, K kv heads, S sequences, N tiles, t
+positions of a block, W lanes of a query or of a result.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.page_layout import LANES, PageLayout
 from pallas_kernels.ragged_paged_attention.params import AttentionParams
-from pallas_kernels.ragged_paged_attention.tpu_pages import PageRing, Ref, Scalar, ring_types
+from pallas_kernels.ragged_paged_attention.tpu_pages import PageRing, Ref, Scalar, ring_types, split_refs
 from pallas_kernels.ragged_paged_attention.tpu_softmax import Softmax
 
 
@@ -33,7 +34,8 @@ class ChunkSizes:
     query_rows: int
     """B."""
     rows_at_once: int
-    """Rows of M whose scores are in registers together; divides M."""
+    """Rows of M that go through the softmax together, while the scores of as many more are computed; half of
+    M, or a fraction of that."""
     pages_per_block: int
     num_buffers: int
     num_cores: int = 1
@@ -81,7 +83,7 @@ def attend_chunks(
     value_lanes = LANES * max(layout.planes // 2, 1)
     per_core = num_tiles // sizes.num_cores
     table_width = -(-page_table_SP.shape[1] // sizes.pages_per_block) * sizes.pages_per_block
-    table = jnp.pad(page_table_SP, ((0, 1), (0, table_width - page_table_SP.shape[1]))).reshape(-1)
+    table = jnp.pad(page_table_SP, ((0, 0), (0, table_width - page_table_SP.shape[1]))).reshape(-1)
     kernel = functools.partial(
         _kernel,
         layout=layout,
@@ -117,6 +119,7 @@ def attend_chunks(
                 pltpu.VMEM((num_heads, tile_rows, value_lanes), jnp.float32),
                 state_type,
                 state_type,
+                pltpu.VMEM((2, sizes.rows_at_once, sizes.pages_per_block * layout.page_size), jnp.float32),
                 pltpu.SMEM((4,), jnp.int32),
             ],
         ),
@@ -174,6 +177,10 @@ class _Work:
     window: int
     block_tokens: int
 
+    @property
+    def num_sequences(self) -> int:
+        return self.context_len_ref.shape[0] - 1
+
     def rows(self, item: _Item) -> tuple[Scalar, Scalar]:
         """The first row of the sequence in the tile, and the one after the last."""
         start = item.tile * self.query_rows
@@ -193,7 +200,7 @@ class _Work:
         return low, self.position(item, end)
 
     def begin_tile(self, tile: Scalar) -> _Item:
-        """The first item of the first tile that has any, from a tile on; past the last one a tile too many."""
+        """The first item from a tile on; its tile is one too many if there is none."""
         tile = self.next_tile_ref[tile]
         return self._first_block(tile, self.first_sequence_ref[tile])
 
@@ -201,7 +208,7 @@ class _Work:
         """The item after this one; must not be asked of an item past the last."""
         following = self.next_sequence_ref[item.sequence + 1]
         # The entry after the last sequence's is that of all rows.
-        in_tile = (following < self.context_len_ref.shape[0] - 1) & (
+        in_tile = (following < self.num_sequences) & (
             self.query_start_ref[following] < (item.tile + 1) * self.query_rows
         )
         in_sequence = (item.block + 1) * self.block_tokens < self.span(item)[1]
@@ -217,9 +224,107 @@ class _Work:
     def _first_block(self, tile: Scalar, sequence: Scalar) -> _Item:
         if not self.window:
             return _Item(tile, sequence, jnp.int32(0))
-        last = self.context_len_ref.shape[0] - 2
-        low, _ = self.span(_Item(tile, jnp.minimum(sequence, last), 0))
+        safe = _Item(tile, jnp.minimum(sequence, self.num_sequences - 1), 0)
+        low, _ = self.span(safe)
         return _Item(tile, sequence, lax.div(low, self.block_tokens))
+
+
+@dataclass(frozen=True)
+class _Kernel:
+    """What one grid step works with."""
+
+    ring: PageRing
+    softmax: Softmax
+    work: _Work
+    q_ref: Ref
+    score_ref: Ref
+    page_id: Callable[[Scalar, Scalar], Scalar]
+    """From a sequence and a page's number in it to its place in the pool."""
+    sizes: ChunkSizes
+    queries_per_kv: int
+    num_tiles: int
+
+    def start(self, number: Scalar, item: _Item, end_tile: Scalar) -> _Item:
+        """Begin to fetch an item, if it is one of the tiles before `end_tile`; returns the next."""
+        exists = item.tile < end_tile
+        safe = _Item(
+            jnp.minimum(item.tile, self.num_tiles - 1),
+            jnp.minimum(item.sequence, self.work.num_sequences - 1),
+            item.block,
+        )
+        low, high = self.work.span(safe)
+        first_page = jnp.where(exists, safe.block * self.ring.pages_per_block, 0)
+        self.ring.start(
+            lax.rem(number, self.ring.num_buffers),
+            safe.block,
+            low,
+            jnp.where(exists, high, 0),
+            lambda page: self.page_id(safe.sequence, first_page + page),
+        )
+        after = self.work.advance(safe)
+        return _Item(*(jnp.where(exists, new, old) for new, old in zip(after, item, strict=True)))
+
+    def attend(self, number: Scalar, item: _Item) -> None:
+        """Reduce an item into the rows of its sequence."""
+        ring, work = self.ring, self.work
+        slot = lax.rem(number, ring.num_buffers)
+        low, high = work.span(item)
+        ring.wait(slot, item.block, low, high)
+        ring.drop_unwritten(slot, item.block, low, high)
+        first, end = work.rows(item)
+        block_start = item.block * ring.block_tokens
+        all_visible = (end - first == self.sizes.query_rows) & (
+            block_start + ring.block_tokens <= work.position(item, first) + 1
+        )
+        if work.window:
+            all_visible &= block_start > work.position(item, end - 1) - work.window
+        pl.when(all_visible)(lambda: self._reduce(item, slot, masked=False))
+        pl.when(jnp.logical_not(all_visible))(lambda: self._reduce(item, slot, masked=True))
+
+    def _reduce(self, item: _Item, slot: Scalar, masked: bool) -> None:
+        """All heads and rows, in pairs of halves: one half's scores are computed while the other's go
+        through the softmax."""
+        pairs_per_head = self.q_ref.shape[1] // (2 * self.sizes.rows_at_once)
+        num_pairs = self.softmax.layout.num_kv_heads * pairs_per_head
+
+        def score(pair: Scalar, half: int) -> None:
+            head, rows = self._place(pair, pairs_per_head)
+            last = self._last_visible(item, rows, half) if masked else None
+            q = self.q_ref.at[head, rows][self._half(half)]
+            self.score_ref[half] = self.softmax.scores(head, q, self.ring, slot, last)
+
+        def absorb(pair: Scalar, half: int) -> None:
+            head, rows = self._place(pair, pairs_per_head)
+            self.softmax.at(head, rows).absorb(
+                head, self._half(half), self.score_ref[half], self.q_ref.dtype, self.ring, slot, masked
+            )
+
+        def reduce_pair(pair: jax.Array, _: None) -> None:
+            score(pair, 1)
+            absorb(pair, 0)
+            score(jnp.minimum(pair + 1, num_pairs - 1), 0)
+            absorb(pair, 1)
+
+        score(jnp.int32(0), 0)
+        lax.fori_loop(0, num_pairs, reduce_pair, None)
+
+    def _place(self, pair: Scalar, pairs_per_head: int) -> tuple[Scalar, Any]:
+        """A pair's head, and its rows of M."""
+        size = 2 * self.sizes.rows_at_once
+        first = pl.multiple_of(lax.rem(pair, pairs_per_head) * size, size)
+        return lax.div(pair, pairs_per_head), pl.ds(first, size)
+
+    def _half(self, half: int) -> Any:
+        return pl.ds(half * self.sizes.rows_at_once, self.sizes.rows_at_once)
+
+    def _last_visible(self, item: _Item, rows: Any, half: int) -> jax.Array:
+        """`[rows, 1]`: the last position that each row sees, counted from the block's first."""
+        at_once = self.sizes.rows_at_once
+        m = lax.broadcasted_iota(jnp.int32, (at_once, 1), 0) + (rows.start + half * at_once)
+        row = item.tile * self.sizes.query_rows + _quotient(m, self.queries_per_kv)
+        first, end = self.work.rows(item)
+        position = self.work.position(item, row) - item.block * self.ring.block_tokens
+        return jnp.where((row >= first) & (row < end), position, -1)
 
 
 def _kernel(
@@ -229,7 +334,7 @@ def _kernel(
     next_sequence_ref: Ref,  # SMEM [S + 2]
     first_sequence_ref: Ref,  # SMEM [N + 2]
     next_tile_ref: Ref,  # SMEM [N + 2]
-    table_ref: Ref,  # SMEM [(S + 1) * P]
+    table_ref: Ref,  # SMEM [S * P]
     q_ref: Ref,  # VMEM [K, M, W]
     *refs: Ref,
     layout: PageLayout,
@@ -241,13 +346,8 @@ def _kernel(
     has_sinks: bool,
 ) -> None:
     sinks_ref, refs = (refs[0], refs[1:]) if has_sinks else (None, refs)
-    if layout.quantised:
-        pool_ref, scales_ref, out_ref, pages_ref, page_scales_ref, semaphores_ref, *state, cursor_ref = refs
-    else:
-        pool_ref, out_ref, pages_ref, semaphores_ref, *state, cursor_ref = refs
-        scales_ref = page_scales_ref = None
-    ring = PageRing(layout, pool_ref, scales_ref, pages_ref, page_scales_ref, semaphores_ref)
-    softmax = Softmax(*state, sinks_ref, layout=layout, params=params)
+    pool_refs, out_ref, ring_refs, (*state, score_ref, cursor_ref) = split_refs(layout, refs)
+    ring = PageRing(layout, *pool_refs, *ring_refs)
     work = _Work(
         query_start_ref,
         context_len_ref,
@@ -258,84 +358,45 @@ def _kernel(
         params.window,
         ring.block_tokens,
     )
+    softmax = Softmax(state[0], state[1], state[2], sinks_ref, layout, params)
+
+    def page_id(sequence: Scalar, page: Scalar) -> Scalar:
+        return table_ref[sequence * pages_per_sequence + page] + first_page_ref[0]
+
+    kernel = _Kernel(ring, softmax, work, q_ref, score_ref, page_id, sizes, queries_per_kv, num_tiles)
     per_core = num_tiles // sizes.num_cores
     tile = pl.program_id(0) * per_core + pl.program_id(1)
     end_tile = (pl.program_id(0) + 1) * per_core
 
-    def start(number: Scalar, item: _Item) -> _Item:
-        """Begin to fetch an item, if there is one of that number on this core; returns the next."""
-        exists = item.tile < end_tile
-        safe = _Item(
-            jnp.minimum(item.tile, num_tiles - 1),
-            jnp.minimum(item.sequence, context_len_ref.shape[0] - 2),
-            item.block,
-        )
-        low, high = work.span(safe)
-        first_entry = safe.sequence * pages_per_sequence + safe.block * ring.pages_per_block
-        ring.start(
-            lax.rem(number, ring.num_buffers),
-            safe.block,
-            low,
-            jnp.where(exists, high, 0),
-            lambda page: table_ref[jnp.where(exists, first_entry, 0) + page] + first_page_ref[0],
-        )
-        after = work.advance(safe)
-        return _Item(*(jnp.where(exists, new, old) for new, old in zip(after, item, strict=True)))
-
-    def attend(number: Scalar, item: _Item) -> None:
-        slot = lax.rem(number, ring.num_buffers)
-        low, high = work.span(item)
-        ring.wait(slot, item.block, low, high)
-        ring.drop_unwritten(slot, item.block, low, high)
-        first, end = work.rows(item)
-        block_start = item.block * ring.block_tokens
-        whole = (end - first == sizes.query_rows) & (
-            block_start + ring.block_tokens <= work.position(item, first) + 1
-        )
-        if params.window:
-            whole &= block_start > work.position(item, end - 1) - params.window
-
-        def reduce(masked: bool) -> None:
-            def reduce_rows(index: jax.Array, _: None) -> None:
-                head = index // (q_ref.shape[1] // sizes.rows_at_once)
-                first_m = index % (q_ref.shape[1] // sizes.rows_at_once) * sizes.rows_at_once
-                rows = pl.ds(pl.multiple_of(first_m, sizes.rows_at_once), sizes.rows_at_once)
-                last = None
-                if masked:
-                    m = lax.broadcasted_iota(jnp.int32, (sizes.rows_at_once, 1), 0) + first_m
-                    row = tile * sizes.query_rows + _quotient(m, queries_per_kv)
-                    here = (row >= first) & (row < end)
-                    last = jnp.where(here, work.position(item, row), -1)
-                softmax.reduce(head, rows, q_ref[head, rows, :], ring, slot, block_start, last)
-
-            count = layout.num_kv_heads * (q_ref.shape[1] // sizes.rows_at_once)
-            lax.fori_loop(0, count, reduce_rows, None)
-
-        pl.when(whole)(lambda: reduce(masked=False))
-        pl.when(jnp.logical_not(whole))(lambda: reduce(masked=True))
-
     def step(carry: tuple[Scalar, _Item, _Item]) -> tuple[Scalar, _Item, _Item]:
         number, item, ahead = carry
-        ahead = start(number + ring.num_buffers - 1, ahead)
-        attend(number, item)
+        ahead = kernel.start(number + ring.num_buffers - 1, ahead, end_tile)
+        kernel.attend(number, item)
         return number + 1, work.advance(item), ahead
 
     @pl.when(pl.program_id(1) == 0)
     def _() -> None:
         ring.clear()
-        ahead = work.begin_tile(tile)
-        for number in range(ring.num_buffers - 1):
-            ahead = start(jnp.int32(number), ahead)
-        for place, value in enumerate((0, *ahead)):
-            cursor_ref[place] = jnp.asarray(value, jnp.int32)
+        ahead = lax.fori_loop(
+            0,
+            ring.num_buffers - 1,
+            lambda number, ahead: kernel.start(number, ahead, end_tile),
+            work.begin_tile(tile),
+        )
+        _store(cursor_ref, jnp.int32(0), ahead)
 
     softmax.reset()
     ahead = _Item(cursor_ref[1], cursor_ref[2], cursor_ref[3])
-    item = work.begin_tile(tile)
-    number, _, ahead = lax.while_loop(lambda carry: carry[1].tile == tile, step, (cursor_ref[0], item, ahead))
-    for place, value in enumerate((number, *ahead)):
-        cursor_ref[place] = value
+    first = cursor_ref[0], work.begin_tile(tile), ahead
+    number, _past, ahead = lax.while_loop(lambda carry: carry[1].tile == tile, step, first)
+    _store(cursor_ref, number, ahead)
     out_ref[...] = softmax.result().astype(out_ref.dtype)
+
+
+def _store(cursor_ref: Ref, number: Scalar, ahead: _Item) -> None:
+    """Keep for the next grid step how many items were reduced, and the next one to fetch."""
+    for place, value in enumerate((number, *ahead)):
+        cursor_ref[place] = jnp.asarray(value, jnp.int32)
 
 
 def _quotient(m: jax.Array, divisor: int) -> jax.Array:

@@ -22,7 +22,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.page_layout import LANES, PageLayout
 from pallas_kernels.ragged_paged_attention.params import AttentionParams
-from pallas_kernels.ragged_paged_attention.tpu_pages import PageRing, Ref, Scalar, ring_types
+from pallas_kernels.ragged_paged_attention.tpu_pages import PageRing, Ref, Scalar, ring_types, split_refs
 from pallas_kernels.ragged_paged_attention.tpu_softmax import Softmax
 
 
@@ -48,6 +48,7 @@ def attend_few(
     layout: PageLayout,
     params: AttentionParams,
     queries_per_kv: int,
+    one_row: bool,
     sizes: FewSizes,
     interpret: Any = False,
 ) -> jax.Array:
@@ -60,6 +61,7 @@ def attend_few(
         num_rows_S: int32 rows of each sequence, the last of its context; 0 for a sequence to be skipped.
         context_len_S: int32.
         first_page: int32 scalar.
+        one_row: no sequence has more than one row.
         sizes: sequences_per_step divides S.
 
     Sequences without rows get zeros. See `ragged_paged_attention` for the rest.
@@ -84,7 +86,7 @@ def attend_few(
         layout=layout,
         params=params,
         queries_per_kv=queries_per_kv,
-        one_row=num_rows == -(-queries_per_kv // 8) * 8,
+        one_row=one_row,
         has_sinks=sinks_KM is not None,
     )
 
@@ -187,13 +189,9 @@ def _kernel(
     has_sinks: bool,
 ) -> None:
     sinks_ref, refs = (refs[0], refs[1:]) if has_sinks else (None, refs)
-    if layout.quantised:
-        pool_ref, scales_ref, out_ref, pages_ref, page_scales_ref, semaphores_ref, *state = refs
-    else:
-        pool_ref, out_ref, pages_ref, semaphores_ref, *state = refs
-        scales_ref = page_scales_ref = None
-    ring = PageRing(layout, pool_ref, scales_ref, pages_ref, page_scales_ref, semaphores_ref)
-    softmax = Softmax(*state, sinks_ref, layout=layout, params=params)
+    pool_refs, out_ref, ring_refs, state = split_refs(layout, refs)
+    ring = PageRing(layout, *pool_refs, *ring_refs)
+    softmax = Softmax(state[0], state[1], state[2], sinks_ref, layout, params)
     sequences = _Sequences(context_len_ref, num_rows_ref, next_ref, params.window, ring.block_tokens)
     per_step = q_ref.shape[0]
     first_sequence = pl.program_id(0) * per_step
@@ -242,7 +240,10 @@ def _kernel(
             row_M1 = lax.broadcasted_iota(jnp.int32, (q_ref.shape[2], 1), 0) // queries_per_kv
             last_M1 = jnp.minimum(first_position + row_M1, high - 1)
         for head in range(layout.num_kv_heads):
-            softmax.reduce(head, pl.ds(0, q_ref.shape[2]), q_ref[local, head], ring, slot, block_start, last_M1)
+            q = q_ref[local, head]
+            score = softmax.scores(head, q, ring, slot, last_M1 - block_start)
+            state = softmax.at(head, slice(None))
+            state.absorb(head, slice(None), score, q.dtype, ring, slot, masked=True)
 
         @pl.when(sequences.is_last(item))
         def _() -> None:
@@ -252,7 +253,6 @@ def _kernel(
 
     out_ref[...] = jnp.zeros_like(out_ref)
     ring.clear()
-    item = ahead = sequences.begin(first_sequence)
-    for number in range(num_ahead):
-        ahead = start(jnp.int32(number), ahead)
+    item = sequences.begin(first_sequence)
+    ahead = lax.fori_loop(0, num_ahead, start, item)
     lax.fori_loop(0, num_items, step, (item, ahead))

@@ -5,7 +5,7 @@ Axes: p pages of a block, t = p * page_size positions of a block, K kv heads, h 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,17 @@ def ring_types(layout: PageLayout, pages_per_block: int, num_buffers: int) -> li
     pages = pltpu.VMEM((num_buffers, pages_per_block, layout.rows, LANES), jnp.dtype(layout.storage))
     scales = pltpu.VMEM((num_buffers, pages_per_block, layout.scale_rows, LANES), jnp.float32)
     return [pages, *([scales] if layout.quantised else []), pltpu.SemaphoreType.DMA((num_buffers,))]
+
+
+def split_refs(
+    layout: PageLayout, refs: Sequence[Ref]
+) -> tuple[list[Ref | None], Ref, list[Ref | None], list[Ref]]:
+    """A kernel's references from the pool on: pool and scales, the result, the ring's, the rest."""
+    if layout.quantised:
+        pool_ref, scales_ref, out_ref, pages_ref, page_scales_ref, semaphores_ref, *rest = refs
+        return [pool_ref, scales_ref], out_ref, [pages_ref, page_scales_ref, semaphores_ref], rest
+    pool_ref, out_ref, pages_ref, semaphores_ref, *rest = refs
+    return [pool_ref, None], out_ref, [pages_ref, None, semaphores_ref], rest
 
 
 @dataclass(frozen=True)
@@ -144,11 +155,12 @@ class PageRing:
 
     def scale_rows(self, slot: Scalar, head: Scalar) -> tuple[list[jax.Array], list[jax.Array]]:
         """A head's key scales and value scales, as rows `[1, 128]` of the block's positions."""
-        assert self.page_scales_ref is not None
+        scales_ref = self.page_scales_ref
+        assert scales_ref is not None
         rows_per_head = 2 * self.layout.page_size // LANES
 
         def row(page: int, number: int) -> jax.Array:
-            return self.page_scales_ref[slot, page, pl.ds(head * rows_per_head + number, 1), :]
+            return scales_ref[slot, page, pl.ds(head * rows_per_head + number, 1), :]
 
         if rows_per_head > 1:
             half = rows_per_head // 2
@@ -178,7 +190,7 @@ class PageRing:
     def _plane(self, slot: Scalar, head: Scalar, plane: int, compute: jnp.dtype) -> jax.Array:
         page_size = self.layout.page_size
         first = (head * self.layout.planes + plane) * page_size
-        if not isinstance(head, int):
+        if isinstance(first, jax.Array):
             first = pl.multiple_of(first, page_size)
         rows = self.pages_ref[slot, :, pl.ds(first, page_size), :]
         return rows.reshape(self.block_tokens, LANES).astype(compute)

@@ -6,6 +6,8 @@ lanes: the peak the same in all of them, the total a sum for each, which are add
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -54,62 +56,78 @@ class Softmax:
         total = jnp.sum(self.total_ref[...], axis=-1, keepdims=True)
         return self.out_ref[...] / jnp.where(total == 0.0, 1.0, total)
 
-    def reduce(
+    def at(self, head: Scalar, rows: Any) -> Softmax:
+        """The state of some rows of one head, `[rows, lanes]` each."""
+        refs = self.out_ref, self.peak_ref, self.total_ref
+        out_ref, peak_ref, total_ref = (ref.at[head, rows] for ref in refs)
+        return dataclasses.replace(self, out_ref=out_ref, peak_ref=peak_ref, total_ref=total_ref)
+
+    def scores(
+        self, head: Scalar, q: jax.Array, ring: PageRing, slot: Scalar, last: Scalar | None
+    ) -> jax.Array:
+        """Scores in base two, float32 `[rows, t]`.
+
+        Args:
+            q: queries `[rows, W]`, the planes side by side.
+            last: the last position that a row sees, counted from the block's first, one for all or
+                `[rows, 1]`; None if all see all.
+        """
+        params = self.params
+        planes = ring.keys(slot, head, q.dtype)
+        products = [
+            _dot(q[:, i * LANES : (i + 1) * LANES], plane, ((1,), (1,))) for i, plane in enumerate(planes)
+        ]
+        score = functools.reduce(jnp.add, products)
+        if self.layout.quantised:
+            score = _times_rows(score, ring.scale_rows(slot, head)[0])
+        if params.softcap:
+            score = jnp.tanh(score * (params.scale / params.softcap)) * (params.softcap * LOG2E)
+        else:
+            score = score * (params.scale * LOG2E)
+        if last is not None:
+            score = jnp.where(self._visible(score.shape, last), score, MASKED)
+        return score
+
+    def absorb(
         self,
         head: Scalar,
         rows: Any,
-        q: jax.Array,
+        score: jax.Array,
+        compute: jnp.dtype,
         ring: PageRing,
         slot: Scalar,
-        block_start: Scalar,
-        last: Scalar | jax.Array | None,
+        masked: bool,
     ) -> None:
         """Take in a block for some rows of one head.
 
         Args:
             rows: which of M, a slice.
-            q: their queries `[rows, W]`, the planes side by side.
-            block_start: the block's first position.
-            last: the last position that a row sees, one for all or `[rows, 1]`; None if all see all.
+            score: what `scores` returned for them.
+            compute: the type in which weights and values are multiplied.
+            masked: whether any of the scores stands for a position that must not be seen.
         """
-        score = self._scores(head, q, ring, slot)
-        visible = None if last is None else self._visible(score.shape, last - block_start)
-        if visible is not None:
-            score = jnp.where(visible, score, MASKED)
-        old_peak = self.peak_ref[head, rows]
+        old_peak = self.peak_ref[rows]
         peak = jnp.maximum(old_peak, jnp.max(score, axis=-1, keepdims=True))
-        weight = jnp.exp2(score - peak[:, :1])
+        weights = [jnp.exp2(chunk - peak) for chunk in _chunks(score)]
         decay = jnp.exp2(old_peak - peak)
-        self.peak_ref[head, rows] = peak
-        self.total_ref[head, rows] = self.total_ref[head, rows] * decay + sum(_chunks(weight))
+        self.peak_ref[rows] = peak
+        self.total_ref[rows] = self.total_ref[rows] * decay + functools.reduce(jnp.add, weights)
+        weight = jnp.concatenate(weights, axis=1)
         if self.layout.quantised:
-            weight = _times_rows(weight, ring.scale_rows(slot, head)[1])
-            if visible is not None:
-                weight = jnp.where(visible, weight, 0.0)
-        weight = weight.astype(q.dtype)
-        for plane, values in enumerate(ring.values(slot, head, q.dtype)):
+            scaled = _times_rows(weight, ring.scale_rows(slot, head)[1])
+            # The scale of a position that nobody wrote may be NaN.
+            weight = jnp.where(score > MASKED, scaled, 0.0) if masked else scaled
+        weight = weight.astype(compute)
+        for plane, values in enumerate(ring.values(slot, head, compute)):
             lanes = pl.ds(plane * LANES, LANES)
             product = _dot(weight, values, ((1,), (0,)))
-            self.out_ref[head, rows, lanes] = self.out_ref[head, rows, lanes] * decay + product
+            self.out_ref[rows, lanes] = self.out_ref[rows, lanes] * decay + product
 
-    def _visible(self, shape: tuple[int, ...], last: Scalar | jax.Array) -> jax.Array:
+    def _visible(self, shape: tuple[int, ...], last: Any) -> jax.Array:
         """Which positions of a block are seen, `last` being counted from its start."""
         position = lax.broadcasted_iota(jnp.int32, shape, 1)
-        visible = position <= last
+        visible = jnp.less_equal(position, last)
         return visible & (position > last - self.params.window) if self.params.window else visible
-
-    def _scores(self, head: Scalar, q: jax.Array, ring: PageRing, slot: Scalar) -> jax.Array:
-        """float32 `[M, t]`, in base two."""
-        params = self.params
-        planes = ring.keys(slot, head, q.dtype)
-        score = sum(
-            _dot(q[:, i * LANES : (i + 1) * LANES], plane, ((1,), (1,))) for i, plane in enumerate(planes)
-        )
-        if self.layout.quantised:
-            score = _times_rows(score, ring.scale_rows(slot, head)[0])
-        if params.softcap:
-            return jnp.tanh(score * (params.scale / params.softcap)) * (params.softcap * LOG2E)
-        return score * (params.scale * LOG2E)
 
 
 def _chunks(x: jax.Array) -> list[jax.Array]:

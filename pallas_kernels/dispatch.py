@@ -1,0 +1,100 @@
+"""Which implementation of an operation runs: by platform, then by what each can do, in measured order.
+
+An operation has a table of implementations, the fastest first. The first one made for the platform that can
+do what is asked is taken; a name in `Target.overrides` goes before all that. Each choice is logged once.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+LOGGER = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Target:
+    """The kind of device that a program is traced for."""
+
+    platform: str = "cpu"
+    """cpu, tpu or gpu, as in jax."""
+    device_kind: str = ""
+    """The vendor's name, "TPU v6 lite" say."""
+    num_cores: int = 1
+    """Cores that share one program of one device (two on TPU v4 and v5p)."""
+    overrides: tuple[tuple[str, str], ...] = ()
+    """(operation, implementation): taken whatever the platform; a kernel for another one is interpreted."""
+
+    @classmethod
+    def of(cls, device: Any) -> Target:
+        """That of a jax device, present or only described."""
+        platform = "gpu" if device.platform in ("cuda", "rocm") else device.platform
+        return cls(platform, device.device_kind, getattr(device, "num_cores", None) or 1)
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One way to do an operation."""
+
+    name: str
+    platform: str | None
+    """The platform it is made for; None for any."""
+    run: Callable[..., Any]
+    obstacle: Callable[..., str | None] = lambda **_: None
+    """From what is static about a call to the reason why this cannot do it, or None."""
+
+
+def choose(
+    operation: str, table: Sequence[Implementation], target: Target, **facts: Any
+) -> tuple[Implementation, bool]:
+    """An implementation for a call, and whether to interpret it since it is made for another platform.
+
+    Args:
+        operation: its name, for overrides and messages.
+        table: what there is, the fastest first.
+        facts: what is static about the call, hashable.
+
+    Raises ValueError, saying why, where an override names none or one that cannot do it, or none can.
+    """
+    wanted = dict(target.overrides).get(operation)
+    if wanted is not None:
+        named = {entry.name: entry for entry in table}
+        if wanted not in named:
+            raise ValueError(f"{operation} has no implementation {wanted!r}: choose from {', '.join(named)}")
+        if reason := named[wanted].obstacle(**facts):
+            raise ValueError(f"{operation} by {wanted}: {reason}")
+        return named[wanted], named[wanted].platform not in (None, target.platform)
+    reasons: list[str] = []
+    for entry in table:
+        if entry.platform not in (None, target.platform):
+            continue
+        reason = entry.obstacle(**facts)
+        if reason is None:
+            _log(operation, entry.name, target.device_kind or target.platform, "; ".join(reasons))
+            return entry, False
+        reasons.append(f"not {entry.name}: {reason}")
+    raise ValueError(f"nothing does {operation} on {target.platform}: {'; '.join(reasons)}")
+
+
+@functools.cache
+def _log(operation: str, name: str, device: str, reasons: str) -> None:
+    LOGGER.info("%s by %s on %s%s", operation, name, device, f" ({reasons})" if reasons else "")
+
+
+def interpreter(interpret: bool) -> Any:
+    """What `pallas_call` takes to run a TPU kernel here."""
+    if not interpret:
+        return False
+    from jax.experimental.pallas import tpu as pltpu
+
+    return pltpu.InterpretParams(uninitialized_memory="nan")
+
+
+def default_target() -> Target:
+    """That of the device on which jax computes by default."""
+    return Target.of(jax.devices()[0])
