@@ -15,7 +15,7 @@ from jaxserve.outputs import (
     TokenLogprobs,
 )
 from jaxserve.plan import SamplingParams, StepResult
-from jaxserve.scheduling import Request, RequestState, ScoredRows, Submission
+from jaxserve.scheduling import Request, RequestState, ScoredRows, Submission, Ticket
 
 
 class AnswerTextProtocol(Protocol):
@@ -102,8 +102,10 @@ class OpenRequest:
         arrival_time: float,
         answer_text: AnswerTextFactory | None,
         decode_token: TokenDecoder | None,
+        ticket: Ticket | None = None,
     ) -> None:
         self.submission = submission
+        self._ticket = ticket
         self._prompt = prompt
         self._arrival_time = arrival_time
         self._scheduled_time: float | None = None
@@ -121,6 +123,8 @@ class OpenRequest:
         """One of its samples has been admitted."""
         if self._scheduled_time is None:
             self._scheduled_time = now
+            if self._ticket is not None:
+                self._ticket.start(now)
 
     def begin_answer(self, now: float) -> bool:
         """A token has come; return whether it is the request's first."""
@@ -171,6 +175,8 @@ class OpenRequest:
     def close(self, request: Request, delta: AnswerDelta, now: float) -> AnswerDelta:
         """The last delta of a sample that has ended; with the whole output, if it was the last to end."""
         self._num_open -= 1
+        if not self._num_open and self._ticket is not None:
+            self._ticket.release(now, sum(len(one.output) for one in self.submission.requests))
         return delta._replace(
             finish_reason=request.finish_reason,
             stop_reason=request.stop_reason,

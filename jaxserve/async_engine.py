@@ -167,6 +167,7 @@ class Engine:
 
         Raises:
             ValueError: the request could never be served, or its id is in use.
+            OverloadError: it is refused for now.
             LoopStoppedError: the engine has failed or is closed.
         """
         self._loop.check(prompt_token_ids, params)
@@ -177,9 +178,12 @@ class Engine:
             name = f"request-{next(self._numbers)}" if request_id is None else request_id
             if name in self._subscribers:
                 raise ValueError(f"request id {name!r} is in use by a request that has not ended")
+            ticket = self._loop.admit(prompt_token_ids, params, terms)
             self._subscribers[name] = subscriber
             self._commands.append(
-                lambda: self._loop.add(name, prompt_token_ids, params, prompt=prompt, terms=terms)
+                lambda: self._loop.add(
+                    name, prompt_token_ids, params, prompt=prompt, terms=terms, ticket=ticket
+                )
             )
             self._wake.notify()
         return AnswerStream(name, subscriber.queue, lambda: self.abort(name))

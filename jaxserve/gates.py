@@ -79,12 +79,18 @@ class GrammarGates:
         return bool(self._batches)
 
     def check(self, params: SamplingParams) -> None:
-        """Raise ValueError for a grammar that this loop cannot follow at all."""
-        if params.grammar is not None and self.source is None:
+        """Raise ValueError for a grammar that is malformed, or that this loop cannot follow.
+
+        Thread-safe: whoever asks spends the time that compiling takes, and not the loop.
+        """
+        if params.grammar is None:
+            return
+        if self.source is None:
             raise ValueError(f"grammar of kind {params.grammar.kind}: this engine was given no grammars")
+        self.source.compile(params.grammar)
 
     def start(self, params: SamplingParams) -> TokenMatcher | None:
-        """The matcher of a new request, None without a grammar. Raises ValueError for a bad grammar."""
+        """The matcher of a new, checked request; None without a grammar."""
         if params.grammar is None:
             return None
         assert self.source is not None, "the request has been checked"

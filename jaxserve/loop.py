@@ -6,6 +6,7 @@ one runs: a request that turns out to have ended has then computed one row too m
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from collections import deque
@@ -19,13 +20,16 @@ from jaxserve.plan import EngineLimits, SamplingParams, StepEngine, StepHandle, 
 from jaxserve.scheduling import (
     DEFAULT_POLICY,
     DEFAULT_TERMS,
+    AdmissionGate,
     Arrivals,
+    CacheIdentity,
     Request,
     RequestState,
     ScheduledStep,
     Scheduler,
     SchedulerPolicy,
     ServiceTerms,
+    Ticket,
 )
 
 
@@ -47,6 +51,8 @@ class HostLoop:
         clock: Callable[[], float] = time.monotonic,
         policy: SchedulerPolicy = DEFAULT_POLICY,
         grammars: GrammarSource | None = None,
+        gate: AdmissionGate | None = None,
+        cache: CacheIdentity | None = None,
     ) -> None:
         """Join an engine to a scheduler of its own.
 
@@ -59,16 +65,21 @@ class HostLoop:
             clock: seconds, for deadlines and metrics.
             policy: who goes next.
             grammars: follows the grammars of requests that have one; None refuses these.
+            gate: turns requests away when there are too many; None lets all wait.
+            cache: what the engine's keys and values depend on, to reuse prefixes; None reuses none.
         """
         self._engine = engine
-        self._scheduler = Scheduler(engine.limits, max_chunk=max_chunk, policy=policy)
+        self._scheduler = Scheduler(engine.limits, max_chunk=max_chunk, policy=policy, cache=cache)
         self._gates = GrammarGates(engine, self._scheduler, grammars)
         self._depth = 1 if overlap else 0
+        self._gate = gate
         self._answer_text = answer_text
         self._decode_token = decode_token
         self._clock = clock
         self._open: dict[str, OpenRequest] = {}
-        self._in_flight: deque[tuple[ScheduledStep, StepHandle]] = deque()
+        self._in_flight: deque[tuple[ScheduledStep, StepHandle, float]] = deque()
+        """With the time of each one's dispatch."""
+        self._collected_at = -math.inf
         self._deltas: list[AnswerDelta] = []
         self._counts = StepCounts()
         self._stages = LoopClock()
@@ -123,6 +134,19 @@ class HostLoop:
         self._gates.check(params)
         self._scheduler.check(prompt_token_ids, params)
 
+    def admit(
+        self, prompt_token_ids: Sequence[int], params: SamplingParams, terms: ServiceTerms = DEFAULT_TERMS
+    ) -> Ticket | None:
+        """Let a checked request in, for `add`; thread-safe. None where there is no gate.
+
+        Raises OverloadError for one that is refused for now; ValueError if its priority is no class.
+        """
+        if self._gate is None:
+            return None
+        now, num_prompt = self._clock(), len(prompt_token_ids)
+        max_tokens = self._scheduler.max_tokens(num_prompt, params)
+        return self._gate.admit(terms, num_prompt, max_tokens, now, num_samples=params.n)
+
     def add(
         self,
         request_id: str,
@@ -131,21 +155,49 @@ class HostLoop:
         *,
         prompt: str | None = None,
         terms: ServiceTerms = DEFAULT_TERMS,
+        ticket: Ticket | None = None,
     ) -> None:
-        """Queue a request; `prompt` is its text, for the record, `terms` decide when it is served.
+        """Queue a request.
+
+        Args:
+            request_id: a name that no open request has.
+            prompt_token_ids: the prompt.
+            params: how to sample.
+            prompt: its text, for the record.
+            terms: when it is served, and what it may share.
+            ticket: from `admit`; without one it is admitted here.
 
         Raises ValueError as `check` does, for a grammar that is malformed, or if the id is in use;
-        LoopStoppedError if the loop has failed.
+        OverloadError as `admit` does; LoopStoppedError if the loop has failed.
         """
+        try:
+            self._add(request_id, prompt_token_ids, params, prompt, terms, ticket)
+        except BaseException:
+            if ticket is not None:
+                ticket.release(self._clock())
+            raise
+
+    def _add(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        prompt: str | None,
+        terms: ServiceTerms,
+        ticket: Ticket | None,
+    ) -> None:
         self._check_alive()
         if request_id in self._open:
             raise ValueError(f"request id {request_id!r} is in use by a request that has not ended")
         self.check(prompt_token_ids, params)
         matcher = self._gates.start(params)
+        ticket = ticket or self.admit(prompt_token_ids, params, terms)
         seed = secrets.randbits(63) if params.seed is None else params.seed
         now = self._clock()
         submission = self._scheduler.submit(request_id, prompt_token_ids, params, seed, terms=terms, now=now)
-        self._open[request_id] = OpenRequest(submission, prompt, now, self._answer_text, self._decode_token)
+        self._open[request_id] = OpenRequest(
+            submission, prompt, now, self._answer_text, self._decode_token, ticket
+        )
         if matcher is not None:
             self._gates.open(submission, matcher)
 
@@ -202,15 +254,23 @@ class HostLoop:
     def _advance(self) -> None:
         planned = self._dispatch_next()
         if len(self._in_flight) > self._depth or (self._in_flight and not planned):
-            step, handle = self._in_flight.popleft()
+            step, handle, dispatched_at = self._in_flight.popleft()
             self._stages.enter("wait")
             result = self._engine.collect(handle)
             self._stages.enter("commit")
+            self._time_step(step, dispatched_at)
             self._scheduler.retire(step)
             arrivals = self._scheduler.commit(step, result.tokens)
             self._counts.add_step(step.plan.num_rows, len(arrivals.tokens))
             self._stages.enter("deliver")
             self._deliver(step, arrivals, result)
+
+    def _time_step(self, step: ScheduledStep, dispatched_at: float) -> None:
+        """Tell the scheduler how long a step took, since its dispatch or the end of the one before."""
+        now = self._clock()
+        started = max(dispatched_at, self._collected_at)
+        self._collected_at = now
+        self._scheduler.budget.observe(step.plan.shape.rows, step.plan.num_rows, now - started)
 
     def _dispatch_next(self) -> bool:
         """Plan a step and start it; return whether there was one."""
@@ -234,7 +294,7 @@ class HostLoop:
                 self._engine.load_slot(self._gates.dress(load, request))
                 self._open[request.submission.request_id].mark_scheduled(now)
         self._stages.enter("dispatch")
-        self._in_flight.append((step, self._engine.dispatch(step.plan)))
+        self._in_flight.append((step, self._engine.dispatch(step.plan), now))
         return True
 
     def _deliver(self, step: ScheduledStep, arrivals: Arrivals, result: StepResult) -> None:

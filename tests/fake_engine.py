@@ -9,7 +9,7 @@ exactly its own history. Checks are made in the order of dispatch; results appea
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -89,6 +89,7 @@ class FakeSequence:
     seed: int
     sample_index: int
     eos_token_ids: tuple[int, ...]
+    domain: Hashable = None
     mask: list[int] | None = None
     """Token ids that may be sampled next, of a gated sequence: good for one token."""
     histories: list[int] = field(default_factory=list)
@@ -161,6 +162,10 @@ class FakeEngine:
         """For each group what a (page, offset) holds: the history of the row that wrote it."""
         self._in_flight: deque[tuple[StepHandle, set[tuple[int, int]]]] = deque()
         """Dispatched steps, with the (group, page) that they read or write."""
+        self._owners: list[dict[int, Hashable]] = [{} for _ in limits.num_pages]
+        """For each group the domain of the sequence that a page was given to."""
+        self.domain_of: Callable[[SlotLoad], Hashable] = lambda load: None
+        """Sequences of different domains must never read the same page."""
         self.plans: list[StepPlan] = []
         self.loads: list[SlotLoad] = []
 
@@ -176,11 +181,18 @@ class FakeEngine:
             f"{load.num_computed} computed of {len(load.tokens)} known tokens",
         )
         _require(len(load.pages) == len(limits.windows), "pages for every cache group")
+        domain = self.domain_of(load)
+        for group, source, _ in load.copies:
+            _require(self._owners[group].get(source) == domain, f"page {source} is of another domain")
         tables: list[dict[int, int]] = []
         for group, pages in enumerate(load.pages):
             tables.append({index: page for index, page in enumerate(pages) if page})
             for index, page in tables[group].items():
                 self._check_page(group, page)
+                if index < load.num_computed // limits.page_size:
+                    owner = self._owners[group].get(page)
+                    _require(owner == domain, f"page {page} of group {group} is of another domain")
+                self._owners[group][page] = domain
                 if index >= load.num_computed // limits.page_size:
                     self._check_unused(group, page)
         for group, source, target in load.copies:
@@ -194,6 +206,7 @@ class FakeEngine:
             load.seed,
             load.sample_index,
             load.eos_token_ids,
+            domain,
             None if load.mask is None else unpack_mask(load.mask),
         )
         self.loads.append(load)
@@ -259,6 +272,7 @@ class FakeEngine:
         table = self._slots[grant.slot].tables[grant.group]
         _require(grant.index not in table, f"page {grant.index} of slot {grant.slot} was granted before")
         table[grant.index] = grant.page
+        self._owners[grant.group][grant.page] = self._slots[grant.slot].domain
 
     def _copy_page(self, group: int, source: int, target: int) -> None:
         self._check_page(group, source)

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from jaxserve.loop import HostLoop
 from jaxserve.outputs import AnswerDelta, RequestOutput
 from jaxserve.plan import SamplingParams
+from jaxserve.scheduling import CacheIdentity, ServiceTerms
 from tests.fake_engine import FakeEngine, expected_answer, make_limits
 
 POOLS = [((15,), (0,)), ((15, 6), (0, 6)), ((7,), (9,)), ((15, 7, 5), (0, 11, 3))]
@@ -18,13 +19,28 @@ MAX_TOKENS = 20
 
 requests = st.fixed_dictionaries(
     {
-        "prompt": st.lists(st.integers(0, 96), min_size=1, max_size=30),
+        "prompt": st.one_of(
+            st.lists(st.integers(0, 96), min_size=1, max_size=30),
+            st.integers(1, 30)
+            .map(lambda length: [7, 8, 9] * 10 + [length] * (length % 3))
+            .flatmap(lambda text: st.integers(1, len(text)).map(lambda end: text[:end])),
+        ),
         "n": st.sampled_from([1, 1, 2, 3]),
         "max_tokens": st.integers(1, MAX_TOKENS),
         "min_tokens": st.integers(0, 1),
         "stop_token_ids": st.lists(st.integers(0, 96), max_size=12),
         "prompt_logprobs": st.sampled_from([None, None, 0]),
         "ignore_eos": st.booleans(),
+    }
+)
+terms = st.fixed_dictionaries(
+    {
+        "tenant": st.sampled_from(["", "a", "b"]),
+        "namespace": st.sampled_from([None, None, "shared", "a"]),
+        "priority": st.sampled_from(["interactive", "default", "batch"]),
+        "is_retry": st.booleans(),
+        "cache_read": st.sampled_from([True, True, False]),
+        "cache_write": st.sampled_from([True, True, False]),
     }
 )
 
@@ -35,25 +51,47 @@ class LoopMachine(RuleBasedStateMachine):
         overlap=st.booleans(),
         max_chunk=st.sampled_from([1, 3, 16]),
         num_slots=st.integers(1, 5),
+        caches=st.sampled_from([True, True, False]),
+        copies_pages=st.booleans(),
     )
-    def start(self, pool: Any, overlap: bool, max_chunk: int, num_slots: int) -> None:
+    def start(
+        self, pool: Any, overlap: bool, max_chunk: int, num_slots: int, caches: bool, copies_pages: bool
+    ) -> None:
         num_pages, windows = pool
         self.limits = make_limits(
-            num_slots=num_slots, num_pages=num_pages, windows=windows, max_model_len=52, chunk_rows=(8, 16)
+            num_slots=num_slots,
+            num_pages=num_pages,
+            windows=windows,
+            max_model_len=52,
+            chunk_rows=(8, 16),
+            copies_pages=copies_pages,
         )
-        self.loop = HostLoop(FakeEngine(self.limits), overlap=overlap, max_chunk=max_chunk)
+        engine = FakeEngine(self.limits)
+        engine.domain_of = lambda load: self.domains[load.seed]
+        self.now = 0.0
+        cache = CacheIdentity(model="fake", kv_format="fake") if caches else None
+        self.loop = HostLoop(
+            engine, overlap=overlap, max_chunk=max_chunk, cache=cache, clock=lambda: self.now
+        )
         self.submitted: dict[str, tuple[list[int], SamplingParams]] = {}
+        self.deadlines: dict[str, float] = {}
+        self.domains: list[tuple[str, str]] = []
+        """Of each request, which it has for its seed, who may share its pages."""
         self.open: set[str] = set()
         self.aborted: set[str] = set()
         self.streamed: dict[tuple[str, int], list[int]] = {}
         self.ended: set[tuple[str, int]] = set()
 
-    @rule(request=requests)
-    def submit(self, request: dict[str, Any]) -> None:
+    @rule(request=requests, term=terms, patience=st.sampled_from([None, None, None, 1.0, 5.0]))
+    def submit(self, request: dict[str, Any], term: dict[str, Any], patience: float | None) -> None:
         prompt = request.pop("prompt")
         params = SamplingParams(seed=len(self.submitted), **request)
         name = str(len(self.submitted))
-        self.loop.add(name, prompt, params)
+        namespace, tenant = term["namespace"], term["tenant"]
+        self.domains.append(("tenant", tenant) if namespace is None else ("namespace", namespace))
+        if patience is not None:
+            self.deadlines[name] = term["deadline"] = self.now + patience
+        self.loop.add(name, prompt, params, terms=ServiceTerms(**term))
         self.submitted[name] = prompt, params
         self.open.add(name)
 
@@ -69,6 +107,7 @@ class LoopMachine(RuleBasedStateMachine):
     @rule(count=st.integers(1, 6))
     def step(self, count: int) -> None:
         for _ in range(count):
+            self.now += 0.25
             for delta in self.loop.step():
                 self.take(delta)
 
@@ -87,8 +126,11 @@ class LoopMachine(RuleBasedStateMachine):
         for index, completion in enumerate(output.outputs):
             assert completion.token_ids == self.streamed[output.request_id, index]
             expected = expected_answer(self.limits, prompt, params, output.seed, index)
-            if completion.finish_reason == "abort":
-                assert output.request_id in self.aborted
+            if completion.finish_reason in ("abort", "expired"):
+                if completion.finish_reason == "abort":
+                    assert output.request_id in self.aborted
+                else:
+                    assert self.deadlines[output.request_id] <= self.now
                 assert completion.token_ids == expected[0][: len(completion.token_ids)]
             else:
                 assert (completion.token_ids, completion.finish_reason, completion.stop_reason) == expected
@@ -100,6 +142,7 @@ class LoopMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         for delta in self.loop.run_until_idle():
+            self.now += 0.25
             self.take(delta)
         self.loop.check_integrity()
         assert not self.open

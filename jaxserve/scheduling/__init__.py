@@ -2,7 +2,9 @@
 
 from jaxserve.scheduling.arrivals import Arrivals
 from jaxserve.scheduling.classes import SchedulerPolicy
+from jaxserve.scheduling.overload import AdmissionGate, OverloadError, Ticket
 from jaxserve.scheduling.pages import PagePool, PageTable, SharedPrefix
+from jaxserve.scheduling.prefix_cache import CacheIdentity, PrefixCache
 from jaxserve.scheduling.request import FinishReason, Request, RequestState, Submission
 from jaxserve.scheduling.scheduler import DEFAULT_POLICY, Scheduler
 from jaxserve.scheduling.step import ScheduledStep, ScoredRows
@@ -12,9 +14,13 @@ __all__ = [
     "FinishReason",
     "DEFAULT_POLICY",
     "DEFAULT_TERMS",
+    "AdmissionGate",
     "Arrivals",
+    "CacheIdentity",
+    "OverloadError",
     "PagePool",
     "PageTable",
+    "PrefixCache",
     "Request",
     "RequestState",
     "ScheduledStep",
@@ -24,4 +30,5 @@ __all__ = [
     "ScoredRows",
     "ServiceTerms",
     "Submission",
+    "Ticket",
 ]

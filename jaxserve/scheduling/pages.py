@@ -98,6 +98,10 @@ class PagePool:
             insort(self._deferred, (last_use, group, page))
             self._num_deferred[group] += 1
 
+    def num_references(self, group: int, page: int) -> int:
+        """How many hold the page."""
+        return self._references[group][page]
+
     def held_once(self, group: int, page: int) -> bool:
         """Whether one more release would free the page."""
         return self._references[group][page] == 1

@@ -7,13 +7,14 @@ from dataclasses import replace
 from math import inf
 from typing import Protocol
 
-from jaxserve.scheduling.classes import SchedulerPolicy
+from jaxserve.scheduling.classes import PriorityClass, SchedulerPolicy
 from jaxserve.scheduling.fair_order import FairOrder
 from jaxserve.scheduling.fair_shares import Accounts
 from jaxserve.scheduling.plain_orders import FirstComeOrder, LongestPrefixOrder, PrefixScore
 from jaxserve.scheduling.request import Request, RequestState
 from jaxserve.scheduling.waiting import Entry, EntryHeap
 
+_ONE_CLASS = PriorityClass(name="any")
 VictimKey = tuple[bool, int, int, int, int]
 
 
@@ -185,11 +186,11 @@ class RequestQueue:
         entry = self._waiting.get(request) or self._running[request]
         return entry.class_index
 
-    def rank(self, request: Request) -> int:
-        """How urgent a request is that waits or runs: 0 is the most; all are alike outside the fair order."""
+    def priority_class(self, request: Request) -> PriorityClass:
+        """The class of a request that waits or runs; outside the fair order all are of one class."""
         if self.policy.order != "fair":
-            return 0
-        return self.policy.classes[self.class_index(request)].rank
+            return _ONE_CLASS
+        return self.policy.classes[self.class_index(request)]
 
     def below_floor(self, request: Request) -> bool:
         """Whether a waiting request's class runs fewer requests than the slots reserved for it."""
@@ -200,7 +201,7 @@ class RequestQueue:
 
     def precedes(self, request: Request, other: Request) -> bool:
         """Whether a request is of a more urgent class than another."""
-        return self.rank(request) < self.rank(other)
+        return self.priority_class(request).rank < self.priority_class(other).rank
 
     def victim_key(self, request: Request, num_computed: int) -> VictimKey:
         """The running request with the lowest key is the one to preempt.
@@ -212,7 +213,7 @@ class RequestQueue:
         if self.policy.order != "fair":
             return False, 0, 0, -arrival, -sample
         spared = request.num_admissions > self.policy.max_preemptions
-        return spared, -self.rank(request), num_computed, -arrival, -sample
+        return spared, -self.priority_class(request).rank, num_computed, -arrival, -sample
 
     def _make_order(self, num_slots: int, score: PrefixScore | None) -> Order:
         if self.policy.order == "fair":

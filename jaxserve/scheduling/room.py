@@ -2,37 +2,56 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from jaxserve.plan import EngineLimits
-from jaxserve.scheduling.pages import PagePool, max_pages_spanned
+from jaxserve.scheduling.pages import PagePool, SharedPrefix, max_pages_spanned
+from jaxserve.scheduling.prefix_cache import PrefixCache
+from jaxserve.scheduling.prefix_tree_match import PrefixMatch
 from jaxserve.scheduling.request import Request
 from jaxserve.scheduling.shared_prompts import SharedPrompts
 from jaxserve.scheduling.slots import SlotTable
 
 
+class Start(NamedTuple):
+    """What a request can start on; there is room for the rest."""
+
+    prefix: SharedPrefix | None
+    match: PrefixMatch | None
+    """Where the prefix was found, unless it is a prompt that samples share."""
+
+
 class Room:
-    """Counts free pages against promised ones, in each cache group."""
+    """Counts free pages, and those that can be had by forgetting, against promised ones, in each group."""
 
     def __init__(
-        self, limits: EngineLimits, max_chunk: int, pool: PagePool, table: SlotTable, prompts: SharedPrompts
+        self,
+        limits: EngineLimits,
+        max_chunk: int,
+        pool: PagePool,
+        table: SlotTable,
+        prompts: SharedPrompts,
+        cache: PrefixCache | None,
     ) -> None:
         self._page_size = limits.page_size
         self._pool = pool
         self._table = table
         self._prompts = prompts
+        self._cache = cache
         self._caps = _page_caps(limits, max_chunk)
 
-    def find(self, request: Request, promised: list[int], *, idle: bool) -> bool:
-        """Whether the pool can take the request's known tokens beside what is `promised` to running ones.
+    def find(self, request: Request, promised: list[int], *, idle: bool) -> Start | None:
+        """How the request can start, if the pool has room for its known tokens beside what is `promised`.
 
         If `idle`, nobody will give anything back: shared prompts then go, this request's own the last.
         """
-        while not self._fits(request, promised):
+        while (start := self._fit(request, promised)) is None:
             if not (idle and len(self._prompts)):
-                return False
+                return None
             self._prompts.release_any(last=request.submission)
-        return True
+        return start
 
     def promised(self) -> list[int]:
         """Free pages of each group that the running requests have yet to take.
@@ -51,13 +70,40 @@ class Room:
         for group, cap in enumerate(self._caps):
             promised[group] += min(missing, cap) + 1
 
-    def _fits(self, request: Request, promised: list[int]) -> bool:
+    def _fit(self, request: Request, promised: list[int]) -> Start | None:
+        while True:
+            start = self._look_up(request)
+            needed = self._needed(request, start, promised)
+            if self._cover(needed):
+                return start
+            if self._cache is None or not self._could_cover(needed, start.match):
+                return None
+            # Then look again: part of a page may have been forgotten of what was found.
+            if not self._cache.free(needed, keep=start.match):
+                return None
+
+    def _look_up(self, request: Request) -> Start:
         prefix = self._prompts.find(request)
-        wanted = self._num_pages(request.num_known) - (0 if prefix is None else prefix.num_full)
+        if prefix is not None or self._cache is None:
+            return Start(prefix, None)
+        match = self._cache.match(request)
+        return Start(None if match is None else self._cache.prefix(match), match)
+
+    def _needed(self, request: Request, start: Start, promised: list[int]) -> list[int]:
+        num_shared = 0 if start.prefix is None else start.prefix.num_full
+        num_new = self._num_pages(request.num_known) - num_shared
+        return [min(num_new, cap) + promised[group] for group, cap in enumerate(self._caps)]
+
+    def _could_cover(self, needed: list[int], match: PrefixMatch | None) -> bool:
+        assert self._cache is not None, "there is nothing to forget"
+        claimed = (0,) * len(needed) if match is None else self._cache.num_claimed(match)
         return all(
-            min(wanted, cap) + promised[group] <= self._pool.num_free(group)
-            for group, cap in enumerate(self._caps)
+            num <= self._pool.num_free(group) + self._cache.num_evictable(group) - claimed[group]
+            for group, num in enumerate(needed)
         )
+
+    def _cover(self, needed: list[int]) -> bool:
+        return all(num <= self._pool.num_free(group) for group, num in enumerate(needed))
 
     def _num_pages(self, num_tokens: int) -> int:
         return -(-num_tokens // self._page_size)

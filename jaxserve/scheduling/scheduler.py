@@ -16,17 +16,20 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxserve.plan import EngineLimits, IntArray, SamplingParams, StepShape
+from jaxserve.plan import EngineLimits, IntArray, SamplingParams
 from jaxserve.scheduling.admission import check_params, check_pool, check_prompt
 from jaxserve.scheduling.arrivals import Arrivals, take_tokens
 from jaxserve.scheduling.classes import SchedulerPolicy
 from jaxserve.scheduling.pages import PagePool, PageTable
+from jaxserve.scheduling.prefix_cache import CacheIdentity, PrefixCache
 from jaxserve.scheduling.queue import RequestQueue
 from jaxserve.scheduling.request import Request, RequestState, Submission
-from jaxserve.scheduling.room import Room
+from jaxserve.scheduling.room import Room, Start
+from jaxserve.scheduling.running_pages import RunningPages
 from jaxserve.scheduling.shared_prompts import SharedPrompts
 from jaxserve.scheduling.slots import SlotTable
 from jaxserve.scheduling.step import ScheduledStep, StepBuilder
+from jaxserve.scheduling.step_budget import TokenBudget
 from jaxserve.scheduling.terms import DEFAULT_TERMS, ServiceTerms
 
 DEFAULT_POLICY = SchedulerPolicy()
@@ -43,37 +46,37 @@ class Scheduler:
         *,
         max_chunk: int | None = None,
         policy: SchedulerPolicy = DEFAULT_POLICY,
+        cache: CacheIdentity | None = None,
     ) -> None:
         """Schedule for an engine of these limits.
 
         Args:
             limits: the engine's.
             max_chunk: the most prompt tokens in one step; by default as many as the largest shape holds.
-                The rows of running requests count within it while they are few: see `_budget`.
+                The rows of running requests count within it while they are few: see `TokenBudget`.
             policy: who goes next.
+            cache: what the engine's keys and values depend on; None reuses no prefix.
 
         Raises ValueError if `max_chunk` is below 1 or above the largest shape.
         """
         largest = limits.chunk_shapes[-1]
-        self.max_chunk = largest.rows if max_chunk is None else max_chunk
-        if not 1 <= self.max_chunk <= largest.rows:
-            raise ValueError(
-                f"max_chunk {max_chunk} is out of range: it must be from 1 to {largest.rows}, "
-                "the rows of the largest compiled step"
-            )
         self.limits = limits
+        self.budget = TokenBudget(limits, max_chunk=max_chunk)
+        """How much prompt goes into a step; it wants to hear how long steps take."""
+        self.max_chunk = largest.rows if max_chunk is None else max_chunk
         # Every running request has a row in every step, also beside a prompt chunk.
         max_running = min(limits.num_slots, largest.rows, largest.sequences, largest.logit_rows)
         self._table = SlotTable(max_running, limits.page_size)
         self._pool = PagePool(limits.num_pages)
         self._queue = RequestQueue(policy, max_running)
-        self._prompts = SharedPrompts(self._pool, limits)
-        self._room = Room(limits, self.max_chunk, self._pool, self._table, self._prompts)
+        self.cache = (
+            None if cache is None else PrefixCache(cache, self._pool, limits, self.budget.seconds_per_token)
+        )
+        self._prompts = SharedPrompts(self._pool, limits, self.cache)
+        self._room = Room(limits, self.max_chunk, self._pool, self._table, self._prompts, self.cache)
+        self._pages = RunningPages(self._pool, self._table, self._queue, self._prompts, self.cache)
         self._heirs_due: list[Submission] = []
-        self._grants: dict[int, list[tuple[int, int, int, int]]] = {}
-        """The pages that the step in the making gives to running requests, by slot."""
         self._num_arrived = 0
-        self.num_preemptions = 0
         self._in_flight: list[ScheduledStep] = []
         self._is_eos = np.zeros(limits.vocab_size, np.bool_)
         self._is_eos[list(limits.eos_token_ids)] = True
@@ -94,19 +97,30 @@ class Scheduler:
 
     @property
     def num_free_pages(self) -> tuple[int, ...]:
-        """Pages of each cache group that nobody holds and no step in flight may still use."""
-        return tuple(self._pool.num_free(group) for group in range(len(self.limits.num_pages)))
+        """Pages of each cache group that no request holds and no step in flight may still use."""
+        groups = range(len(self.limits.num_pages))
+        evictable = [0 if self.cache is None else self.cache.num_evictable(group) for group in groups]
+        return tuple(self._pool.num_free(group) + evictable[group] for group in groups)
+
+    @property
+    def num_preemptions(self) -> int:
+        """Slots taken back before their requests had ended, since the beginning."""
+        return self._pages.num_preemptions
 
     @property
     def num_in_flight(self) -> int:
         """Steps planned and not retired."""
         return len(self._in_flight)
 
+    def max_tokens(self, prompt_len: int, params: SamplingParams) -> int:
+        """The longest answer to a prompt of so many tokens. Thread-safe."""
+        return self.limits.longest_answer(prompt_len, params.max_tokens)
+
     def check(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> list[int]:
         """The prompt as plain integers. Raises ValueError for what could never be served. Thread-safe."""
         prompt = check_prompt(prompt_token_ids, self.limits)
         check_params(params, self.limits)
-        check_pool(len(prompt), self._max_tokens(prompt, params), self.limits)
+        check_pool(len(prompt), self.max_tokens(len(prompt), params), self.limits)
         return prompt
 
     def submit(
@@ -127,7 +141,7 @@ class Scheduler:
             prompt,
             params,
             seed,
-            self._max_tokens(prompt, params),
+            self.max_tokens(len(prompt), params),
             frozenset[int]() if params.ignore_eos else frozenset(self.limits.eos_token_ids),
             frozenset(params.stop_token_ids),
             terms,
@@ -157,20 +171,24 @@ class Scheduler:
         None with no step in flight means that there is nothing to do, or that everything is held.
         """
         num_preemptions = self.num_preemptions
-        self._grants.clear()
+        self._pages.grants.clear()
         todo = self._table.todo()
         step, chunked = self._plan_running(todo, now)
-        if num_preemptions == self.num_preemptions:  # All kept their pages, so there may be some for others.
-            self._admit(step, now)
+        all_stay = num_preemptions == self.num_preemptions
+        if all_stay or not (self.num_running or self._in_flight):
+            self._admit(step, now)  # There may be pages for others.
         for submission in self._heirs_due:
             self._queue_heirs(submission, now)
         self._heirs_due.clear()
-        scheduled = step.build([grant for grants in self._grants.values() for grant in grants])
+        scheduled = step.build([grant for grants in self._pages.grants.values() for grant in grants])
         if scheduled is not None:
             self._pool.begin_step()
             self._in_flight.append(scheduled)
             for request in (*chunked, *scheduled.admitted):
-                if self._prompts.offer(request, int(self._table.computed[request.slot])):
+                num_computed = int(self._table.computed[request.slot])
+                if self.cache is not None:
+                    self.cache.store(request, min(num_computed, request.num_known))
+                if self._prompts.offer(request, num_computed):
                     self._heirs_due.append(request.submission)
         elif not self._in_flight and (todo.any() or self._could_start(now)):
             raise RuntimeError(
@@ -181,7 +199,10 @@ class Scheduler:
     def commit(self, step: ScheduledStep, tokens: IntArray) -> Arrivals:
         """Take the tokens of a step that has been collected: `tokens` holds one for each logit row."""
         self._queue.accounts.charge(step.accounts, 1)
-        return take_tokens(self._table, step, tokens, self._is_eos)
+        arrivals = take_tokens(self._table, step, tokens, self._is_eos)
+        if self.cache is not None:
+            self._store_pages(self.cache, step.slots)
+        return arrivals
 
     def retire(self, step: ScheduledStep) -> None:
         """The oldest step in flight has been collected; pages that waited for it may be used again."""
@@ -201,9 +222,11 @@ class Scheduler:
         running = request.state is RequestState.RUNNING
         request.advance(state)
         if running:
-            self._leave_slot(request)
+            self._pages.take_back(request)
         elif request.queued:
             self._queue.remove(request)
+        if self.cache is not None:
+            self.cache.forget(request)
         self._prompts.drop_heir(request)
 
     def abandon_steps(self) -> None:
@@ -218,25 +241,13 @@ class Scheduler:
         """
         self._table.check_integrity()
         holders = [request.table.pages for request in self._table.running]
-        self._pool.check_integrity([*holders, *self._prompts.holders()])
+        holders += self._prompts.holders()
+        if self.cache is not None:
+            self.cache.check_integrity(self.num_running)
+            holders += self.cache.holders()
+        self._pool.check_integrity(holders)
         if not (len(self._table) or len(self._queue)) and len(self._prompts):
             raise RuntimeError(f"{len(self._prompts)} shared prompts are held for nobody")
-
-    def _max_tokens(self, prompt: list[int], params: SamplingParams) -> int:
-        return self.limits.longest_answer(len(prompt), params.max_tokens)
-
-    def _budget(self) -> StepShape:
-        """The largest shape that the next step may take.
-
-        A chunk and the running requests' rows together should fill the rung that the chunk alone would
-        need, rather than spill a few rows into the next; unless that left less than half for the chunk.
-        """
-        num_running = self.num_running
-        for shape in self.limits.chunk_shapes:
-            enough = min(shape.sequences, shape.logit_rows) >= num_running
-            if enough and shape.rows >= max(self.max_chunk, 2 * num_running):
-                return shape
-        return self.limits.chunk_shapes[-1]
 
     # Running requests ------------------------------------------------------------------------------------
 
@@ -245,8 +256,8 @@ class Scheduler:
         table, order = self._table, self._table.order
         asked = todo[order]
         longer: list[int] = order[asked > 1].tolist()
-        decoding = self._find_pages(order[asked == 1], now)
-        step = StepBuilder(self.limits, table, self._budget(), self.max_chunk, decoding)
+        decoding = self._pages.find(order[asked == 1], now)
+        step = StepBuilder(self.limits, table, self._max_prompt_rows(decoding, longer), decoding)
         chunked: list[Request] = []
         for index, slot in enumerate(longer):
             request = table.requests[slot]
@@ -258,87 +269,30 @@ class Scheduler:
         step.num_reserved = 0
         return step, chunked
 
-    def _find_pages(self, decoding: IntArray, now: float) -> IntArray:
-        """Those of the slots that have a page for their next token, after preempting others if need be."""
-        table = self._table
-        computed = table.computed[decoding]
-        for slot in decoding[computed >= table.next_pass[decoding]].tolist():
-            self._pass_window(table.at(slot))
-        held_up: list[int] = []
-        short: list[int] = decoding[computed >= table.capacity[decoding]].tolist()
-        for slot in short:
-            request = table.requests[slot]
-            if request is not None:
-                if self._make_room(request, now):
-                    self._grow(request, int(table.computed[slot]) + 1)
-                else:
-                    held_up.append(slot)
-        keep = table.serial[decoding] >= 0
-        if held_up:
-            keep &= ~np.isin(decoding, held_up)
-        return decoding if keep.all() else decoding[keep]
+    def _max_prompt_rows(self, decoding: IntArray, longer: list[int]) -> int:
+        """Prompt tokens that the next step may compute beside those that decode."""
+        if not longer and not (self._table.has_free and len(self._queue)):
+            return self.max_chunk  # Nobody asks.
+        tightest = self._table.tpot_target[decoding].min(initial=np.inf)
+        return self.budget.budget(len(decoding), float(tightest))
 
     def _plan_chunk(self, request: Request, todo: int, step: StepBuilder, now: float) -> bool:
         """Give the request as many rows as there are; return whether there was one."""
         computed = int(self._table.computed[request.slot])
         if computed >= self._table.next_pass[request.slot]:
-            self._pass_window(request)
+            self._pages.pass_window(request)
+        self._pages.make_free(min(todo, self.max_chunk) // self.limits.page_size + 1)
         # Nobody decodes and nothing is under way: pages will come only from other running requests.
         stuck = step.empty and not self._in_flight
         available = request.table.num_tokens_available(computed)
-        if available < 1 and stuck and self._make_room(request, now):
+        if available < 1 and stuck and self._pages.make_room(request, now):
             available = request.table.num_tokens_available(computed)
         chunk = step.next_chunk(request, computed, todo, available)
         if chunk.num_tokens < 1:
             return False
-        self._grow(request, computed + chunk.num_tokens)
+        self._pages.grow(request, computed + chunk.num_tokens)
         step.add(request, chunk, todo)
         return True
-
-    def _grow(self, request: Request, num_tokens: int) -> None:
-        slot = request.slot
-        grown = request.table.grow(num_tokens)
-        if grown:
-            granted = self._grants.setdefault(slot, [])
-            granted += [(group, slot, index, page) for group, index, page in grown]
-            self._table.follow_pages(request)
-
-    def _pass_window(self, request: Request) -> None:
-        request.table.pass_window(int(self._table.computed[request.slot]))
-        self._table.follow_pages(request)
-
-    def _make_room(self, request: Request, now: float) -> bool:
-        """Whether a page is free in every group, after taking from others what it takes."""
-        while not self._pool.num_free_everywhere:
-            if self._pool.returning:
-                return False
-            if self._prompts.release_latest():
-                continue
-            victim = self._victim()
-            self._preempt(victim, now)
-            if victim is request:
-                return False
-        return True
-
-    def _victim(self) -> Request:
-        """The running request whose preemption costs least."""
-        computed = self._table.computed
-        return min(
-            self._table.running,
-            key=lambda request: self._queue.victim_key(request, int(computed[request.slot])),
-        )
-
-    def _preempt(self, request: Request, now: float) -> None:
-        request.advance(RequestState.PREEMPTED)
-        self._leave_slot(request)
-        self.num_preemptions += 1
-        self._queue.push(request, now)
-
-    def _leave_slot(self, request: Request) -> None:
-        self._grants.pop(request.slot, None)
-        self._table.leave(request)
-        self._queue.leave(request)
-        request.table.clear()
 
     # Waiting requests ------------------------------------------------------------------------------------
 
@@ -355,8 +309,9 @@ class Scheduler:
             # A token of a preempted request may be under way; its slot is filled when that is known.
             ready = not (request.num_pending or request.held)
             idle = not (self.num_running or self._in_flight)
-            if ready and self._room.find(request, promised, idle=idle):
-                self._start(request, step)
+            start = self._room.find(request, promised, idle=idle) if ready else None
+            if start is not None:
+                self._start(request, start, step)
                 self._room.promise(request, promised)
             else:
                 num_passed += 1
@@ -367,28 +322,44 @@ class Scheduler:
         """Preempt a less urgent request for one whose class has fewer slots than are reserved for it."""
         if not self._queue.below_floor(request):
             return False
-        victim = self._victim()
+        victim = self._pages.victim()
         if not self._queue.precedes(request, victim):
             return False
-        self._preempt(victim, now)
+        self._pages.preempt(victim, now)
         return True
 
-    def _start(self, request: Request, step: StepBuilder) -> None:
-        prefix = self._prompts.find(request)
+    def _start(self, request: Request, start: Start, step: StepBuilder) -> None:
         copies: list[tuple[int, int, int]] = []
         num_computed = 0
-        if prefix is not None:
-            copies, num_computed = request.table.adopt(prefix), prefix.num_tokens
+        if self.cache is not None:
+            if start.prefix is not None and start.match is None:
+                self.cache.start_shared(request)
+            else:
+                self.cache.start(request, start.match)
+        if start.prefix is not None:
+            copies, num_computed = request.table.adopt(start.prefix), start.prefix.num_tokens
+            if not request.num_admissions and not request.sample_index:
+                request.submission.num_cached = num_computed
         todo = request.num_known - num_computed
         chunk = step.next_chunk(request, num_computed, todo, request.table.num_tokens_available(num_computed))
         request.table.grow(num_computed + chunk.num_tokens)
         account = self._queue.start(request, num_computed)
         request.advance(RequestState.RUNNING)
         request.num_admissions += 1
-        self._table.enter(request, num_computed, account, self._queue.rank(request))
+        self._table.enter(request, num_computed, account, self._queue.priority_class(request))
         step.load(request, num_computed, copies)
         step.add(request, chunk, todo)
         self._prompts.drop_heir(request)
+
+    def _store_pages(self, cache: PrefixCache, slots: IntArray) -> None:
+        """Add the pages to the cache that have become full, computed and known to the host."""
+        table, page_size = self._table, self.limits.page_size
+        known = table.known[slots] - table.pending[slots]
+        num_full = np.minimum(known, table.computed[slots]) // page_size
+        due = (num_full > table.num_stored[slots]) & (table.serial[slots] >= 0)
+        for slot, num_pages in zip(slots[due].tolist(), num_full[due].tolist(), strict=True):
+            table.num_stored[slot] = num_pages
+            cache.store(table.at(slot), num_pages * page_size)
 
     def _could_start(self, now: float) -> bool:
         """Whether nothing runs and yet the next request waits, though all it waited for has come."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from jaxserve.plan import EngineLimits
 from jaxserve.scheduling.pages import PagePool, SharedPrefix
+from jaxserve.scheduling.prefix_cache import PrefixCache
 from jaxserve.scheduling.request import Request, Submission
 
 
@@ -14,8 +15,9 @@ class SharedPrompts:
     cannot be copied, as far as its full pages go.
     """
 
-    def __init__(self, pool: PagePool, limits: EngineLimits) -> None:
+    def __init__(self, pool: PagePool, limits: EngineLimits, cache: PrefixCache | None) -> None:
         self._pool = pool
+        self._cache = cache
         self._unit = 1 if limits.copies_pages else limits.page_size
         self._prefixes: dict[Submission, SharedPrefix] = {}
 
@@ -42,6 +44,8 @@ class SharedPrompts:
             return False
         submission.awaits_prefix = False
         self._prefixes[submission] = request.table.share(num_tokens)
+        if self._cache is not None:
+            self._cache.share(request)
         return True
 
     def drop_heir(self, request: Request) -> None:
@@ -52,12 +56,14 @@ class SharedPrompts:
             self.release(request.submission)
 
     def release_latest(self) -> bool:
-        """Let go the latest prompt that nobody but its waiting samples holds; they compute it themselves.
+        """Let go the latest prompt that no running request holds; the waiting samples compute it themselves.
 
         Returns whether there was one.
         """
+        most = 1 if self._cache is None else 2  # The cache holds what it has stored as well.
         for submission in reversed(self._prefixes):
-            if any(self._pool.held_once(group, page) for group, page in self._prefixes[submission].held):
+            held = self._prefixes[submission].held
+            if any(self._pool.num_references(group, page) <= most for group, page in held):
                 self.release(submission)
                 return True
         return False
@@ -69,6 +75,8 @@ class SharedPrompts:
     def release(self, submission: Submission) -> None:
         for group, page in self._prefixes.pop(submission).held:
             self._pool.release(group, page)
+        if self._cache is not None:
+            self._cache.end_shared(submission)
 
     def holders(self) -> list[list[list[int]]]:
         """The pages held, for each prompt and group, as `PagePool.check_integrity` takes them."""

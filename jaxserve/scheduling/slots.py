@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxserve.plan import IntArray
+from jaxserve.scheduling.classes import PriorityClass
 from jaxserve.scheduling.request import Request
 
 BoolArray = npt.NDArray[np.bool_]
@@ -34,6 +35,8 @@ class SlotTable:
         """Known tokens from which on an end-of-sequence id ends the answer."""
         self.capacity = column()
         """Tokens that the pages held can take."""
+        self.num_stored = column()
+        """Full pages that the prefix cache has been offered."""
         self.next_pass = column()
         """The first position at which a window leaves a page behind."""
         self.ends_at_eos = np.zeros(num_slots, np.bool_)
@@ -45,6 +48,8 @@ class SlotTable:
         """Whom the tokens are charged to."""
         self.rank = column()
         """How urgent the request's class is: 0 is the most."""
+        self.tpot_target = np.full(num_slots, np.inf)
+        """Seconds between tokens that the class aims at."""
         self.deadline = np.full(num_slots, np.inf)
         """Seconds on the loop's clock."""
         self._page_size = page_size
@@ -91,8 +96,8 @@ class SlotTable:
         todo[(self.known >= self.max_known) | self.held | (self.serial < 0)] = 0
         return todo
 
-    def enter(self, request: Request, num_computed: int, account: int, rank: int) -> None:
-        """Give a request a free slot."""
+    def enter(self, request: Request, num_computed: int, account: int, entitled: PriorityClass) -> None:
+        """Give a request of the class `entitled` a free slot."""
         submission = request.submission
         prompt_len = len(submission.prompt)
         slot = request.slot = self._free.pop()
@@ -102,6 +107,7 @@ class SlotTable:
         self.known[slot] = request.num_known
         self.computed[slot] = num_computed
         self.pending[slot] = 0
+        self.num_stored[slot] = 0
         self.max_known[slot] = prompt_len + submission.max_tokens
         self.first_end[slot] = prompt_len + submission.params.min_tokens
         self.ends_at_eos[slot] = bool(submission.eos_ids)
@@ -109,7 +115,8 @@ class SlotTable:
         self.gated[slot] = request.gated
         self.held[slot] = False
         self.account[slot] = account
-        self.rank[slot] = rank
+        self.rank[slot] = entitled.rank
+        self.tpot_target[slot] = entitled.tpot_target
         deadline = submission.terms.deadline
         self.deadline[slot] = np.inf if deadline is None else deadline
         self.follow_pages(request)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from jaxserve.plan import EngineLimits, IntArray, SlotLoad, StepPlan, StepShape
+from jaxserve.plan import EngineLimits, IntArray, SlotLoad, StepPlan
 from jaxserve.scheduling.request import Request
 from jaxserve.scheduling.slots import BoolArray, SlotTable
 
@@ -61,15 +61,15 @@ class StepBuilder:
     logit row stay reserved until its turn (`num_reserved`).
     """
 
-    def __init__(
-        self, limits: EngineLimits, table: SlotTable, budget: StepShape, max_chunk: int, decoding: IntArray
-    ) -> None:
+    def __init__(self, limits: EngineLimits, table: SlotTable, max_chunk: int, decoding: IntArray) -> None:
+        """`max_chunk`: the most tokens for the others together; `decoding`: slots."""
+        largest = limits.chunk_shapes[-1]
         self._limits = limits
         self._table = table
         self._decoding = decoding
-        self._rows_left = budget.rows - len(decoding)
-        self._logit_rows_left = budget.logit_rows - len(decoding)
-        self._sequences_left = budget.sequences - len(decoding)
+        self._rows_left = largest.rows - len(decoding)
+        self._logit_rows_left = largest.logit_rows - len(decoding)
+        self._sequences_left = largest.sequences - len(decoding)
         self._chunk_left = max_chunk
         self.num_reserved = 0
         self._chunks: list[tuple[int, Chunk, int]] = []

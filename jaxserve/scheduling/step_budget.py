@@ -92,6 +92,10 @@ class StepTimes:
         self._coefficients = (solution / _SCALES).tolist()
 
 
+_LEAST_STRETCH = 1.5
+"""What prompts may make of a step that is beyond the target without them."""
+
+
 class TokenBudget:
     """Chooses how much prompt goes into a step, on the ladder of compiled shapes."""
 
@@ -124,19 +128,25 @@ class TokenBudget:
         """A step of `shape_rows` compiled rows, `num_rows` of them in use, took so long."""
         self.times.observe(shape_rows, num_rows, seconds)
 
+    def seconds_per_token(self) -> float:
+        """What one more prompt token costs, in a step that is full of them."""
+        rows = self._limits.chunk_shapes[-1].rows
+        return self.times.predict(rows, rows) / rows
+
     def budget(self, num_decoding: int, tightest_tpot: float = inf) -> int:
         """Prompt tokens that the next step may compute; ask only when there is a prompt to compute.
 
         The largest shape whose predicted time keeps `tightest_tpot`, the lowest target in seconds among the
         `num_decoding` requests that have a row each, less these rows. If not even the smallest keeps it,
-        0 in most steps, and that smallest one's room in one of `max_pause` + 1, so that prompts move on.
+        0 in most steps, and that smallest one's room in one of `max_pause` + 1, so that prompts move on. A
+        target that a step without any prompt would miss asks only that prompts make it half as long again.
         """
         ladder = self._limits.chunk_shapes
         shapes = [shape for shape in ladder if self._room(shape, num_decoding)]
         if not shapes:
             largest = ladder[-1]  # Whatever is left beside the answers, little as it is.
             return max(0, min(largest.rows - num_decoding, self._max_chunk))
-        target = tightest_tpot * self._headroom if num_decoding else inf
+        target = self._target(num_decoding, tightest_tpot)
         kept = [shape for shape in shapes if self.times.predict(shape.rows, shape.rows) <= target]
         if kept:
             self._num_paused = 0
@@ -146,6 +156,14 @@ class TokenBudget:
             return 0
         self._num_paused = 0
         return self._room(shapes[0], num_decoding)
+
+    def _target(self, num_decoding: int, tightest_tpot: float) -> float:
+        """Seconds that the next step may take."""
+        if not num_decoding or tightest_tpot == inf:
+            return inf
+        rows = next((s.rows for s in self._limits.decode_shapes if s.rows >= num_decoding), num_decoding)
+        alone = self.times.predict(rows, num_decoding)
+        return max(tightest_tpot * self._headroom, alone * _LEAST_STRETCH if alone > tightest_tpot else 0.0)
 
     def _most(self, shapes: list[StepShape], num_decoding: int) -> int:
         """The room of the largest shape that `max_chunk` can fill, to the row: a chunk that spilled a few

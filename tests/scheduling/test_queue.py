@@ -272,7 +272,7 @@ def test_floors_and_ranks_are_told() -> None:
     start_next(queue)
     start_next(queue)
     assert not queue.below_floor(chats[2])
-    assert (queue.rank(chats[0]), queue.rank(batch)) == (0, 3)
+    assert (queue.priority_class(chats[0]).rank, queue.priority_class(batch).rank) == (0, 3)
     assert queue.precedes(chats[0], batch)
     assert not queue.precedes(batch, chats[0])
     assert not queue.precedes(chats[0], chats[1])

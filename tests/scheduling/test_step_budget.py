@@ -46,9 +46,13 @@ def test_a_chunk_limit_picks_the_shape_that_it_fills() -> None:
 
 def test_a_target_that_cannot_be_kept_pauses_prompts_but_never_for_long() -> None:
     budget = trained(TokenBudget(LIMITS, max_pause=3))
-    assert [budget.budget(10, 1e-4) for _ in range(9)] == [0, 0, 0, 54, 0, 0, 0, 54, 0]
+    assert [budget.budget(10, 0.008) for _ in range(9)] == [0, 0, 0, 54, 0, 0, 0, 54, 0]
     assert budget.budget(10, 0.02) == 246
-    assert [budget.budget(10, 1e-4) for _ in range(4)] == [0, 0, 0, 54]
+    assert [budget.budget(10, 0.008) for _ in range(4)] == [0, 0, 0, 54]
+
+
+def test_a_target_that_is_missed_without_prompts_lets_them_cost_half_as_much_again() -> None:
+    assert trained(TokenBudget(LIMITS)).budget(10, 1e-4) == 54
 
 
 def test_a_shape_with_next_to_no_room_is_not_worth_it() -> None:

@@ -1,0 +1,171 @@
+"""Prefix reuse as the scheduler sees it: which requests stand where in the tree of cached pages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from jaxserve.plan import EngineLimits
+from jaxserve.scheduling.kv_events import KvEventLog
+from jaxserve.scheduling.pages import PagePool, SharedPrefix
+from jaxserve.scheduling.prefix_tree import PrefixStatistics, PrefixTree, TreeCursor
+from jaxserve.scheduling.prefix_tree_keys import CacheDomain, CacheScope
+from jaxserve.scheduling.prefix_tree_match import PrefixMatch, PrefixQuery
+from jaxserve.scheduling.request import Request, Submission
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheIdentity:
+    """What the keys and values of an engine depend on, beside the tokens."""
+
+    model: str
+    """A fingerprint of the weights and of what computes with them."""
+    kv_format: str
+    attention_share: float = 0.0
+    """What it costs to attend to one more token, as a part of computing a token that attends to none."""
+
+
+class PrefixCache:
+    """Finds what is cached of a request's text, holds it while the request runs, adds what it computes."""
+
+    def __init__(
+        self,
+        identity: CacheIdentity,
+        pool: PagePool,
+        limits: EngineLimits,
+        token_seconds: Callable[[], float],
+    ) -> None:
+        """`token_seconds`: what a prompt token costs at present, without attention."""
+        self._identity = identity
+        self._pool = pool
+        self._page_size = limits.page_size
+        self._windows = limits.windows
+        self._token_seconds = token_seconds
+        self.events = KvEventLog()
+        self._tree = PrefixTree(
+            pool,
+            limits.page_size,
+            limits.windows,
+            recompute_cost=self._cost,
+            on_event=self.events.add,
+            copies_pages=limits.copies_pages,
+        )
+        self._queries: dict[Request, PrefixQuery] = {}
+        self._cursors: dict[Request, TreeCursor] = {}
+        self._shared: dict[Submission, TreeCursor] = {}
+
+    @property
+    def statistics(self) -> PrefixStatistics:
+        return self._tree.statistics
+
+    def num_evictable(self, group: int) -> int:
+        """Pages of a group that can be had by forgetting."""
+        return self._tree.num_evictable(group)
+
+    def match(self, request: Request) -> PrefixMatch | None:
+        """What a waiting request could start on now; None if it may not read, or nothing is cached."""
+        terms = request.submission.terms
+        if not terms.cache_read or request.scores_prompt:
+            return None
+        query = self._queries.get(request)
+        if query is None or query.num_tokens != request.num_known:
+            tokens = request.submission.prompt + request.output
+            query = PrefixQuery(self._domain(request), tokens, len(tokens) - 1)
+            self._queries[request] = query
+        match = self._tree.match(query)
+        return match if match.num_tokens else None
+
+    def num_claimed(self, match: PrefixMatch) -> tuple[int, ...]:
+        """Pages of each group that are evictable until the match is put to use."""
+        return self._tree.num_claimed(match)
+
+    def prefix(self, match: PrefixMatch) -> SharedPrefix:
+        return match.prefix(self._page_size, self._windows)
+
+    def free(self, num_pages: Sequence[int], keep: PrefixMatch | None = None) -> bool:
+        """Have so many pages free in each group, as far as forgetting helps; the full pages of `keep` stay.
+
+        Returns whether anything was forgotten.
+        """
+        missing = [max(0, num - self._pool.num_free(group)) for group, num in enumerate(num_pages)]
+        if not any(missing):
+            return False
+        hold = None if keep is None else self._tree.use(keep, record=False)
+        forgotten = any(self._tree.evict(missing))
+        if hold is not None:
+            self._tree.close(hold)
+        return forgotten
+
+    def start(self, request: Request, match: PrefixMatch | None) -> None:
+        """A request starts on what was matched, which it holds from now on."""
+        self._queries.pop(request, None)
+        if match is not None:
+            self._cursors[request] = self._tree.use(match)
+        elif request.submission.terms.cache_write:
+            self._cursors[request] = self._tree.open(self._domain(request))
+
+    def store(self, request: Request, num_tokens: int) -> None:
+        """The first `num_tokens` tokens of a running request are known, and computed by a planned step."""
+        cursor = self._cursors.get(request)
+        if cursor is None or not request.submission.terms.cache_write:
+            return
+        start, end = cursor.num_tokens, num_tokens // self._page_size * self._page_size
+        if end <= start:
+            return
+        prompt = request.submission.prompt
+        num_prompt = len(prompt)
+        tokens = prompt[start:end] + request.output[max(0, start - num_prompt) : max(0, end - num_prompt)]
+        self._tree.insert(cursor, tokens, request.table.pages)
+
+    def end(self, request: Request) -> None:
+        """A running request has let go of its pages."""
+        cursor = self._cursors.pop(request, None)
+        if cursor is not None:
+            self._tree.close(cursor)
+
+    def forget(self, request: Request) -> None:
+        """A waiting request will not start."""
+        self._queries.pop(request, None)
+
+    def share(self, leader: Request) -> None:
+        """The prompt that a first sample has computed is held for the others."""
+        cursor = self._cursors.get(leader)
+        if cursor is not None:
+            self._tree.mark_end(cursor)
+            self._shared[leader.submission] = self._tree.fork(cursor)
+
+    def start_shared(self, request: Request) -> None:
+        """Another sample starts on its prompt's pages."""
+        cursor = self._shared.get(request.submission)
+        if cursor is not None:
+            self._cursors[request] = self._tree.fork(cursor)
+
+    def end_shared(self, submission: Submission) -> None:
+        """A prompt is held for its samples no longer."""
+        cursor = self._shared.pop(submission, None)
+        if cursor is not None:
+            self._tree.close(cursor)
+
+    def clear(self, scope: CacheScope | None = None) -> int:
+        """Forget everything, or what one tenant or namespace shares; return how many pages that was."""
+        return self._tree.clear(scope)
+
+    def holders(self) -> list[list[list[int]]]:
+        """The pages held, as `PagePool.check_integrity` takes them."""
+        return self._tree.holders()
+
+    def check_integrity(self, num_running: int) -> None:
+        """Raise RuntimeError unless the tree accounts for itself, and only the running hold places in it."""
+        self._tree.check_integrity()
+        if len(self._cursors) > num_running:
+            raise RuntimeError(f"{len(self._cursors)} cursors for {num_running} running requests")
+
+    def _domain(self, request: Request) -> CacheDomain:
+        scope = CacheScope.of(request.submission.terms)
+        return CacheDomain(self._identity.model, self._identity.kv_format, scope)
+
+    def _cost(self, start: int, num_tokens: int) -> float:
+        """Milliseconds to compute so many tokens from a position on."""
+        attended = start + num_tokens / 2
+        scale = 1000.0 * self._token_seconds()
+        return scale * num_tokens * (1.0 + self._identity.attention_share * attended)

@@ -1,0 +1,114 @@
+"""Gives running requests their pages, and takes them back when others need them more."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jaxserve.plan import IntArray
+from jaxserve.scheduling.pages import PagePool
+from jaxserve.scheduling.prefix_cache import PrefixCache
+from jaxserve.scheduling.queue import RequestQueue
+from jaxserve.scheduling.request import Request, RequestState
+from jaxserve.scheduling.shared_prompts import SharedPrompts
+from jaxserve.scheduling.slots import SlotTable
+
+
+class RunningPages:
+    """The pages of the requests in slots. A preempted one goes back to the queue."""
+
+    def __init__(
+        self,
+        pool: PagePool,
+        table: SlotTable,
+        queue: RequestQueue,
+        prompts: SharedPrompts,
+        cache: PrefixCache | None,
+    ) -> None:
+        self._pool = pool
+        self._table = table
+        self._queue = queue
+        self._prompts = prompts
+        self._cache = cache
+        self.grants: dict[int, list[tuple[int, int, int, int]]] = {}
+        """What the step in the making gives to running requests, by slot: (group, slot, index, page)."""
+        self.num_preemptions = 0
+
+    def find(self, decoding: IntArray, now: float) -> IntArray:
+        """Those of the slots that have a page for their next token, after preempting others if need be."""
+        table = self._table
+        computed = table.computed[decoding]
+        passing: list[int] = decoding[computed >= table.next_pass[decoding]].tolist()
+        for slot in passing:
+            self.pass_window(table.at(slot))
+        short: list[int] = decoding[computed >= table.capacity[decoding]].tolist()
+        held_up: list[int] = []
+        for slot in short:
+            request = table.requests[slot]
+            if request is not None:
+                if self.make_room(request, now):
+                    self.grow(request, int(table.computed[slot]) + 1)
+                else:
+                    held_up.append(slot)
+        keep = table.serial[decoding] >= 0
+        if held_up:
+            keep &= ~np.isin(decoding, held_up)
+        return decoding if keep.all() else decoding[keep]
+
+    def grow(self, request: Request, num_tokens: int) -> None:
+        """Give a request pages for its first `num_tokens` tokens; they must be free."""
+        slot = request.slot
+        grown = request.table.grow(num_tokens)
+        if grown:
+            granted = self.grants.setdefault(slot, [])
+            granted += [(group, slot, index, page) for group, index, page in grown]
+            self._table.follow_pages(request)
+
+    def pass_window(self, request: Request) -> None:
+        """Give back what lies behind the windows of the request's next token."""
+        request.table.pass_window(int(self._table.computed[request.slot]))
+        self._table.follow_pages(request)
+
+    def make_free(self, num_pages: int) -> None:
+        """Have so many pages free in every group, as far as forgetting helps."""
+        if self._cache is not None:
+            self._cache.free([num_pages] * len(self._pool.num_pages))
+
+    def make_room(self, request: Request, now: float) -> bool:
+        """Whether a page is free in every group, after taking from others what it takes."""
+        while not self._pool.num_free_everywhere:
+            self.make_free(1)
+            if self._pool.num_free_everywhere:
+                break
+            if self._pool.returning:
+                return False
+            if self._prompts.release_latest():
+                continue
+            victim = self.victim()
+            self.preempt(victim, now)
+            if victim is request:
+                return False
+        return True
+
+    def victim(self) -> Request:
+        """The running request whose preemption costs least."""
+        computed = self._table.computed
+        return min(
+            self._table.running,
+            key=lambda request: self._queue.victim_key(request, int(computed[request.slot])),
+        )
+
+    def preempt(self, request: Request, now: float) -> None:
+        """Take a request's slot and pages, and let it wait."""
+        request.advance(RequestState.PREEMPTED)
+        self.take_back(request)
+        self.num_preemptions += 1
+        self._queue.push(request, now)
+
+    def take_back(self, request: Request) -> None:
+        """A request leaves its slot."""
+        self.grants.pop(request.slot, None)
+        self._table.leave(request)
+        self._queue.leave(request)
+        request.table.clear()
+        if self._cache is not None:
+            self._cache.end(request)
