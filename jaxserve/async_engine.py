@@ -8,16 +8,27 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from types import TracebackType
+from typing import Any, TypeVar
 
 from jaxserve.gates import GrammarSource
 from jaxserve.loop import HostLoop, LoopStoppedError
 from jaxserve.loop_stats import LoopSnapshot
 from jaxserve.outputs import AnswerDelta
 from jaxserve.plan import EngineLimits, SamplingParams
-from jaxserve.scheduling import DEFAULT_TERMS, ServiceTerms
+from jaxserve.scheduling import (
+    DEFAULT_TERMS,
+    CacheScope,
+    ClassLoad,
+    KvEventLog,
+    KvSnapshot,
+    SchedulerPolicy,
+    ServiceTerms,
+)
 
 _Item = AnswerDelta | Exception
+_T = TypeVar("_T")
 
 
 class AnswerStream:
@@ -115,6 +126,8 @@ class Engine:
         """Guards what follows, up to the thread."""
         self._commands: deque[Callable[[], object]] = deque()
         self._subscribers: dict[str, _Subscriber] = {}
+        self._questions: set[Future[Any]] = set()
+        """Asked of the thread and not answered yet."""
         self._closing = False
         self._failure: LoopStoppedError | None = None
         self._numbers = itertools.count()
@@ -134,6 +147,16 @@ class Engine:
         return self._loop.grammars
 
     @property
+    def policy(self) -> SchedulerPolicy:
+        """Who goes next, and what classes there are."""
+        return self._loop.policy
+
+    @property
+    def kv_events(self) -> KvEventLog | None:
+        """See HostLoop."""
+        return self._loop.kv_events
+
+    @property
     def failure(self) -> BaseException | None:
         """What stopped the engine, if something did."""
         return None if self._failure is None else self._failure.__cause__
@@ -146,6 +169,10 @@ class Engine:
     def snapshot(self) -> LoopSnapshot:
         """How the loop stood after its latest step."""
         return self._snapshot
+
+    def class_loads(self) -> tuple[ClassLoad, ...]:
+        """How every priority class stands now; empty where nobody is ever turned away."""
+        return self._loop.class_loads()
 
     def submit(
         self,
@@ -194,6 +221,34 @@ class Engine:
             if request_id in self._subscribers:
                 self._commands.append(lambda: self._loop.abort(request_id))
                 self._wake.notify()
+
+    def clear_prefix_cache(self, scope: CacheScope | None = None) -> Future[int]:
+        """Forget what is cached, or what one tenant or namespace shares of it: see HostLoop.
+
+        Returns at once; the result comes between two steps. Raises LoopStoppedError, here or as the result,
+        if the engine has failed or is closed.
+        """
+        return self._ask(lambda: self._loop.clear_prefix_cache(scope))
+
+    def snapshot_prefixes(self) -> Future[KvSnapshot]:
+        """All that is cached; otherwise as `clear_prefix_cache`."""
+        return self._ask(self._loop.snapshot_prefixes)
+
+    def _ask(self, question: Callable[[], _T]) -> Future[_T]:
+        """Have the thread answer between two steps."""
+        future: Future[_T] = Future()
+
+        def answer() -> None:
+            if future.set_running_or_notify_cancel():
+                future.set_result(question())
+            self._questions.discard(future)
+
+        with self._wake:
+            self._check_open()
+            self._questions.add(future)
+            self._commands.append(answer)
+            self._wake.notify()
+        return future
 
     def close(self) -> None:
         """Abort what is open, stop the thread and wait for it.
@@ -286,6 +341,10 @@ class Engine:
             self._failure = failure
             subscribers = list(self._subscribers.values())
             self._subscribers.clear()
+            questions, self._questions = self._questions, set()
+        for question in questions:
+            if not question.done():
+                question.set_exception(LoopStoppedError(str(failure)))
         for subscriber in subscribers:
             own = LoopStoppedError(str(failure))  # An exception raised in several tasks must not be shared.
             own.__cause__ = error

@@ -23,6 +23,10 @@ from jaxserve.scheduling import (
     AdmissionGate,
     Arrivals,
     CacheIdentity,
+    CacheScope,
+    ClassLoad,
+    KvEventLog,
+    KvSnapshot,
     Request,
     RequestState,
     ScheduledStep,
@@ -72,6 +76,7 @@ class HostLoop:
         self._scheduler = Scheduler(engine.limits, max_chunk=max_chunk, policy=policy, cache=cache)
         self._gates = GrammarGates(engine, self._scheduler, grammars)
         self._depth = 1 if overlap else 0
+        self.policy = policy
         self._gate = gate
         self._answer_text = answer_text
         self._decode_token = decode_token
@@ -94,6 +99,12 @@ class HostLoop:
     def grammars(self) -> GrammarSource | None:
         """What follows the grammars of requests. One compiled there beforehand costs its request little."""
         return self._gates.source
+
+    @property
+    def kv_events(self) -> KvEventLog | None:
+        """What the prefix cache has gained and lost, a batch for each step that changed it; None without a
+        cache. Its readers may be on any thread."""
+        return None if self._scheduler.cache is None else self._scheduler.cache.events
 
     @property
     def num_running(self) -> int:
@@ -125,7 +136,25 @@ class HostLoop:
             step_rows=tuple(counts.by_rows),
             num_step_rows=counts.num_rows,
             stage_seconds=self._stages.read(),
+            prefixes=None if scheduler.cache is None else scheduler.cache.statistics,
         )
+
+    def class_loads(self) -> tuple[ClassLoad, ...]:
+        """How every priority class stands; thread-safe. Empty where there is no gate to count them."""
+        return () if self._gate is None else self._gate.loads()
+
+    def clear_prefix_cache(self, scope: CacheScope | None = None) -> int:
+        """Let no request find what is cached now, or what one tenant or namespace shares of it.
+
+        Returns how many pages of text that was. Open requests keep what they stand on.
+        """
+        cache = self._scheduler.cache
+        return 0 if cache is None else cache.clear(scope)
+
+    def snapshot_prefixes(self) -> KvSnapshot:
+        """All that the prefix cache holds, for a reader of its events who has missed some."""
+        cache = self._scheduler.cache
+        return KvSnapshot(0, ()) if cache is None else cache.snapshot()
 
     def check(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
         """Raise ValueError, naming the value and the limit, for a request that could never be served."""
@@ -141,6 +170,7 @@ class HostLoop:
 
         Raises OverloadError for one that is refused for now; ValueError if its priority is no class.
         """
+        self.policy.class_index(terms)
         if self._gate is None:
             return None
         now, num_prompt = self._clock(), len(prompt_token_ids)
@@ -253,6 +283,7 @@ class HostLoop:
 
     def _advance(self) -> None:
         planned = self._dispatch_next()
+        self._publish()
         if len(self._in_flight) > self._depth or (self._in_flight and not planned):
             step, handle, dispatched_at = self._in_flight.popleft()
             self._stages.enter("wait")
@@ -262,8 +293,14 @@ class HostLoop:
             self._scheduler.retire(step)
             arrivals = self._scheduler.commit(step, result.tokens)
             self._counts.add_step(step.plan.num_rows, len(arrivals.tokens))
+            self._publish()
             self._stages.enter("deliver")
             self._deliver(step, arrivals, result)
+
+    def _publish(self) -> None:
+        """Tell readers what the prefix cache has gained and lost."""
+        if self._scheduler.cache is not None:
+            self._scheduler.cache.events.flush()
 
     def _time_step(self, step: ScheduledStep, dispatched_at: float) -> None:
         """Tell the scheduler how long a step took, since its dispatch or the end of the one before."""

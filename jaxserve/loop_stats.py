@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from jaxserve.scheduling.prefix_tree import PrefixStatistics
+
 Stage = Literal["plan", "load", "dispatch", "wait", "commit", "deliver", "idle"]
 STAGES: tuple[Stage, ...] = ("plan", "load", "dispatch", "wait", "commit", "deliver", "idle")
 """Where a loop's time goes: choosing the next step, filling slots, starting the step, waiting for the device,
@@ -41,6 +43,8 @@ class LoopSnapshot:
     """Rows of all steps."""
     stage_seconds: Mapping[Stage, float]
     """Seconds spent in each stage; together they are the loop's life."""
+    prefixes: PrefixStatistics | None = None
+    """What reuse has saved; None where no prefix is reused."""
 
 
 class LoopClock:

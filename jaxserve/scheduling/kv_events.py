@@ -63,6 +63,16 @@ class KvEventBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class KvSnapshot:
+    """All that can be matched after a batch."""
+
+    sequence_number: int
+    """Of that batch; 0 before the first. The next one goes on from here."""
+    events: tuple[PagesStored, ...]
+    """Parents before children."""
+
+
+@dataclass(frozen=True, slots=True)
 class KvEventPage:
     """An answer to a reader."""
 

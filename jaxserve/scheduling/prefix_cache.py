@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from jaxserve.plan import EngineLimits
-from jaxserve.scheduling.kv_events import KvEventLog
+from jaxserve.scheduling.kv_events import KvEventLog, KvSnapshot
 from jaxserve.scheduling.pages import PagePool, SharedPrefix
 from jaxserve.scheduling.prefix_tree import PrefixStatistics, PrefixTree, TreeCursor
 from jaxserve.scheduling.prefix_tree_keys import CacheDomain, CacheScope
@@ -147,8 +147,18 @@ class PrefixCache:
             self._tree.close(cursor)
 
     def clear(self, scope: CacheScope | None = None) -> int:
-        """Forget everything, or what one tenant or namespace shares; return how many pages that was."""
-        return self._tree.clear(scope)
+        """Forget everything, or what one tenant or namespace shares; return how many pages that was.
+
+        What running requests hold stays theirs until they end. The events of it are published at once.
+        """
+        num_pages = self._tree.clear(scope)
+        self.events.flush()
+        return num_pages
+
+    def snapshot(self) -> KvSnapshot:
+        """All that can be matched now, for a reader of events who cannot go on where it was."""
+        self.events.flush()
+        return KvSnapshot(self.events.last_sequence_number, tuple(self._tree.snapshot()))
 
     def holders(self) -> list[list[list[int]]]:
         """The pages held, as `PagePool.check_integrity` takes them."""
