@@ -39,7 +39,8 @@ class TimedEngine:
             chunk_shapes=tuple(StepShape(size, num_slots, num_slots) for size in rows),
             max_logprobs=20,
         )
-        self._step_seconds = step_seconds
+        self.step_seconds = step_seconds
+        """May be changed at any time."""
         self._busy_until = time.perf_counter()
         self.idle_seconds = 0.0
 
@@ -49,7 +50,7 @@ class TimedEngine:
     def dispatch(self, plan: StepPlan) -> StepHandle:
         now = time.perf_counter()
         self.idle_seconds += max(0.0, now - self._busy_until)
-        self._busy_until = max(now, self._busy_until) + self._step_seconds
+        self._busy_until = max(now, self._busy_until) + self.step_seconds
         return StepHandle(plan, self._busy_until)
 
     def collect(self, handle: StepHandle) -> StepResult:

@@ -1,0 +1,1 @@
+"""What does a streamed message cost? `python -m benchmarks.message_cost`"""

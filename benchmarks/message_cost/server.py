@@ -1,0 +1,113 @@
+"""A serving process whose engine computes nothing: `python -m benchmarks.message_cost.server bare|doors`.
+
+Prints its addresses. Each line on standard input is the time of a step from now on, in seconds; it answers
+with the processor time that the process has used, in seconds. Ends with its input.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+
+import grpc.aio
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from benchmarks.host_loop import TimedEngine
+from jaxserve.async_engine import Engine
+from jaxserve.opened_model import make_loop
+from jaxserve.plan import StepHandle, StepResult
+from jaxserve.text import Tokenizer
+from server.core import ModelIdentity, Routes, Service
+from server.grpc_server import GrpcDoor, GrpcOptions
+from server.http_door import HttpDoor
+
+BARE_METHOD = "/bare.Bare/Stream"
+MAX_SLOTS = 256
+_VOCAB_SIZE = 1000
+_WORD = 500
+"""The token of which every answer consists."""
+_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+
+
+class SpeakingEngine(TimedEngine):
+    """Says the same word all the time."""
+
+    def collect(self, handle: StepHandle) -> StepResult:
+        result = super().collect(handle)
+        return replace(result, tokens=result.tokens + _WORD)
+
+
+def word_tokenizer() -> Tokenizer:
+    """Single bytes, as prompts are read, and a thousand words, as answers are spoken."""
+    pieces = ["<s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    pieces += [f"Ġword{number}" for number in range(len(pieces), _VOCAB_SIZE)]
+    vocabulary = {piece: token_id for token_id, piece in enumerate(pieces)}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    return Tokenizer(backend, eos_token_ids=[], chat_templates={"default": _TEMPLATE})
+
+
+def make_service(engine: SpeakingEngine) -> Service:
+    """The product's own service and host loop over an engine."""
+    tokenizer = word_tokenizer()
+    identity = ModelIdentity(
+        name="word",
+        model="word",
+        path="word",
+        family="none",
+        fingerprint="0" * 32,
+        tokenizer_fingerprint="0" * 32,
+        precision="none",
+        kv_format="none",
+        device="none",
+    )
+    return Service(identity, tokenizer, Engine(make_loop(engine, tokenizer)))
+
+
+async def speak(request: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
+    """So many messages of so many bytes, as the request says: what no gRPC server could do faster."""
+    num_messages, size = map(int, request.split())
+    message = b"x" * size
+    for _ in range(num_messages):
+        yield message
+
+
+async def serve_bare() -> None:
+    server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
+    service, method = BARE_METHOD.removeprefix("/").split("/")
+    handlers = {method: grpc.unary_stream_rpc_method_handler(speak)}  # pyright: ignore[reportArgumentType]
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    await answer([f"127.0.0.1:{port}"], lambda seconds: None)
+    await server.stop(None)
+
+
+async def serve_doors() -> None:
+    engine = SpeakingEngine(MAX_SLOTS)
+    service = make_service(engine)
+    routes = Routes.of(service)
+    doors = [GrpcDoor(routes, GrpcOptions()), HttpDoor(routes)]
+    await answer(
+        [await door.start() for door in doors], lambda seconds: setattr(engine, "step_seconds", seconds)
+    )
+    for door in doors:
+        await door.stop(0)
+    service.engine.close()
+
+
+async def answer(addresses: list[str], set_pace: Callable[[float], None]) -> None:
+    """Tell the addresses, then answer every line, until there is none."""
+    print(*addresses, flush=True)
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        set_pace(float(line))
+        print(time.process_time(), flush=True)
+
+
+if __name__ == "__main__":
+    asyncio.run(serve_bare() if sys.argv[1] == "bare" else serve_doors())
