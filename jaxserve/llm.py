@@ -54,6 +54,7 @@ class LLM:
         overlap: bool = True,
         progress: bool = True,
         generation_config: Literal["auto", "none"] = "auto",
+        prefix_caching: bool = True,
         **settings: Unpack[EngineSettings],
     ) -> None:
         """Find, load and compile a model.
@@ -65,6 +66,8 @@ class LLM:
             progress: show bars on standard error while downloading, loading and compiling, if it takes long.
             generation_config: what answers calls without sampling parameters: "auto" takes the model's own
                 defaults from its `generation_config.json`, "none" those of `SamplingParams`.
+            prefix_caching: start prompts on what earlier ones that began alike have left in the KV pool;
+                answers are the same either way.
             settings: fields of `jaxserve.engine.build.EngineOptions`: `max_model_len` (tokens), `num_slots`
                 (sequences at once), `dtype`, `kv_format`, `page_size` (tokens), `kv_memory` (bytes),
                 `num_pages`, `max_chunk` (token rows of the largest step), `deterministic`,
@@ -84,7 +87,8 @@ class LLM:
         defaults = model.sampling_defaults if generation_config == "auto" else {}
         self._default_params = SamplingParams(**defaults)
         engine = model.build_engine(options, progress=progress)
-        loop = make_loop(engine, self._tokenizer, overlap=overlap)
+        cache = model.cache_identity(engine) if prefix_caching else None
+        loop = make_loop(engine, self._tokenizer, overlap=overlap, cache=cache)
         self._running: _Running | None = _Running(engine, OfflineLoop(loop))
 
     def generate(

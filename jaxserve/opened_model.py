@@ -9,11 +9,13 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
 from jaxserve.async_engine import Engine
+from jaxserve.cache_identity import cache_identity
 from jaxserve.config import LogprobsMode
 from jaxserve.interrupts import interrupts_kept
 from jaxserve.loop import HostLoop
 from jaxserve.plan import EngineLimits, Grammar, SamplingParams, StepEngine
 from jaxserve.progress import StageBars
+from jaxserve.scheduling import DEFAULT_POLICY, AdmissionGate, CacheIdentity, SchedulerPolicy
 from jaxserve.structured import CompiledGrammar, GrammarCompiler
 from jaxserve.text import AnswerText, Tokenizer
 from jaxserve.weights import Checkpoint, open_checkpoint, resolve_model
@@ -68,6 +70,10 @@ class OpenedModel:
 
             return build_engine(self.checkpoint, options, on_progress=on_progress)
 
+    def cache_identity(self, engine: DeviceEngine) -> CacheIdentity:
+        """What the pages of an engine that was built from it depend on, beside the tokens."""
+        return cache_identity(self.checkpoint.fingerprint, engine.config)
+
 
 def open_model(name: str | os.PathLike[str], *, progress: bool = False) -> OpenedModel:
     """Find a model and read its headers and tokenizer, downloading it first if need be.
@@ -115,8 +121,25 @@ class _Grammars:
         return compiler.compile(grammar)
 
 
-def make_loop(engine: StepEngine, tokenizer: Tokenizer, *, overlap: bool = True) -> HostLoop:
-    """A host loop that speaks text: stop strings, streamed text, decoded log-probs, grammars."""
+def make_loop(
+    engine: StepEngine,
+    tokenizer: Tokenizer,
+    *,
+    overlap: bool = True,
+    cache: CacheIdentity | None = None,
+    policy: SchedulerPolicy = DEFAULT_POLICY,
+    gated: bool = False,
+) -> HostLoop:
+    """A host loop that speaks text: stop strings, streamed text, decoded log-probs, grammars.
+
+    Args:
+        engine: the device half.
+        tokenizer: the model's.
+        overlap: plan a step while the last one runs.
+        cache: what the engine's pages depend on, to reuse prefixes; None reuses none.
+        policy: who goes next.
+        gated: turn requests away where the policy says that there are too many; else all may wait.
+    """
 
     def answer_text(prompt_ids: Sequence[int], params: SamplingParams) -> AnswerText:
         return AnswerText(tokenizer, prompt_ids, params)
@@ -127,6 +150,9 @@ def make_loop(engine: StepEngine, tokenizer: Tokenizer, *, overlap: bool = True)
         answer_text=answer_text,
         decode_token=tokenizer.token_text,
         grammars=_Grammars(tokenizer, engine.limits),
+        policy=policy,
+        gate=AdmissionGate.for_engine(policy, engine.limits) if gated else None,
+        cache=cache,
     )
 
 
@@ -135,6 +161,8 @@ def start_engine(
     *,
     overlap: bool = True,
     progress: bool = False,
+    prefix_caching: bool = True,
+    policy: SchedulerPolicy | None = None,
     **settings: Unpack[EngineSettings],
 ) -> Engine:
     """The asynchronous face of a model: loaded, compiled, and running on a thread of its own.
@@ -143,6 +171,8 @@ def start_engine(
         model: as `open_model` takes it, or what it returned; that has the tokenizer.
         overlap: plan a step while the last one runs.
         progress: show bars on standard error.
+        prefix_caching: start prompts on what others that began alike have left in the KV pool.
+        policy: who goes next, and who is turned away; by default nobody is.
         settings: fields of `EngineOptions`.
 
     Raises:
@@ -155,4 +185,12 @@ def start_engine(
     if not isinstance(model, OpenedModel):
         model = open_model(model, progress=progress)
     engine = model.build_engine(options, progress=progress)
-    return Engine(make_loop(engine, model.tokenizer, overlap=overlap))
+    loop = make_loop(
+        engine,
+        model.tokenizer,
+        overlap=overlap,
+        cache=model.cache_identity(engine) if prefix_caching else None,
+        policy=policy or DEFAULT_POLICY,
+        gated=policy is not None,
+    )
+    return Engine(loop)

@@ -9,10 +9,12 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 
 from jaxserve.opened_model import OpenedModel
 from jaxserve.plan import EngineLimits
+from jaxserve.scheduling import CacheIdentity
 from jaxserve.text import Tokenizer
 from tests.fake_engine import FakeEngine, make_limits
 
 BOS, EOS = 0, 1
+CACHE = CacheIdentity(model="fake", kv_format="int8")
 TEMPLATE = (
     "{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
@@ -51,6 +53,9 @@ class FakeModel:
         limits = fake_limits(options.max_model_len or 128, options.num_slots or 4)
         self.device = self._engine(limits)
         return self.device
+
+    def cache_identity(self, engine: FakeEngine) -> CacheIdentity:
+        return CACHE
 
     def opened(self) -> OpenedModel:
         """Itself, in the eyes of a type checker."""
