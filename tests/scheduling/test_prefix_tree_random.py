@@ -26,7 +26,13 @@ DOMAINS = [
     CacheDomain("m", "f", CacheScope("namespace", "a")),
     CacheDomain("m", "f", CacheScope("tenant", "b"), adapter="x"),
 ]
-texts = st.lists(st.integers(0, 1), min_size=1, max_size=16)
+texts = st.builds(
+    lambda pages, tail: [token for page in pages for token in page] + tail,
+    st.lists(st.sampled_from([[0, 0, 0], [0, 0, 1]]), max_size=4),
+    st.lists(st.integers(0, 1), min_size=1, max_size=3),
+)
+"""Few enough that requests meet."""
+domains = st.sampled_from([DOMAINS[0], DOMAINS[0], *DOMAINS])
 
 
 @dataclass
@@ -59,6 +65,8 @@ class TreeMachine(RuleBasedStateMachine):
         self.content: list[dict[int, list[tuple[int, ...]]]] = [{} for _ in self.windows]
         """What the device has in each page: for each row, the domain and the whole text up to it."""
         self.running: list[FakeRequest] = []
+        self.served: list[tuple[CacheDomain, list[int]]] = []
+        self.queries: dict[int, PrefixQuery] = {}
         self.in_flight = 0
         self.observed: set[int] = set()
 
@@ -106,12 +114,15 @@ class TreeMachine(RuleBasedStateMachine):
 
     @rule(
         text=texts,
-        domain=st.sampled_from(DOMAINS),
+        domain=domains,
         reads=st.booleans(),
         writes=st.booleans(),
         takes_shared=st.booleans(),
     )
-    def admit(
+    def admit(self, **request: Any) -> None:
+        self.admit_one(**request)
+
+    def admit_one(
         self, text: list[int], domain: CacheDomain, reads: bool, writes: bool, takes_shared: bool
     ) -> None:
         table = PageTable(self.pool, PAGE, self.windows)
@@ -140,9 +151,11 @@ class TreeMachine(RuleBasedStateMachine):
         self.running.append(request)
 
     @precondition(lambda self: self.running)
-    @rule(data=st.data(), num_tokens=st.integers(1, 7))
+    @rule(data=st.data(), num_tokens=st.sampled_from([1, 2, 4, 7, 20]))
     def compute(self, data: st.DataObject, num_tokens: int) -> None:
-        request = data.draw(st.sampled_from(self.running))
+        self.compute_some(data.draw(st.sampled_from(self.running)), num_tokens)
+
+    def compute_some(self, request: FakeRequest, num_tokens: int) -> None:
         end = min(len(request.tokens), request.num_computed + num_tokens)
         request.table.pass_window(request.num_computed)
         missing = -(-end // PAGE) - request.table.num_spanned
@@ -159,6 +172,34 @@ class TreeMachine(RuleBasedStateMachine):
                 if request.takes_shared:
                     request.table.replace(group, index, page)
 
+    @rule(text=texts, domain=domains)
+    def serve(self, text: list[int], domain: CacheDomain) -> None:
+        """A request that comes, computes everything if there is room, and goes."""
+        self.admit_one(text, domain, reads=True, writes=True, takes_shared=True)
+        if self.running and self.running[-1].tokens is text:
+            self.compute_some(self.running[-1], len(text))
+            self.end_one(self.running[-1])
+        self.served.append((domain, list(text)))
+
+    @precondition(lambda self: self.served)
+    @rule(data=st.data(), more=st.lists(st.integers(0, 1), min_size=1, max_size=4))
+    def come_back(self, data: st.DataObject, more: list[int]) -> None:
+        """A conversation goes on."""
+        domain, text = data.draw(st.sampled_from(self.served))
+        self.admit_one(text + more, domain, reads=True, writes=True, takes_shared=True)
+
+    @precondition(lambda self: self.served)
+    @rule(data=st.data())
+    def look(self, data: st.DataObject) -> None:
+        """Somebody who waits looks again at what he has looked at before."""
+        number = data.draw(st.integers(0, len(self.served) - 1))
+        domain, text = self.served[number]
+        query = self.queries.setdefault(number, PrefixQuery(domain, text, len(text)))
+        match = self.tree.match(query)
+        self.check_match(query, match)
+        fresh = self.tree.match(PrefixQuery(domain, text, len(text)))
+        assert (match.node, match.num_tokens, match.begun) == (fresh.node, fresh.num_tokens, fresh.begun)
+
     @precondition(lambda self: self.running)
     @rule(data=st.data(), tokens=st.lists(st.integers(0, 1), min_size=1, max_size=4))
     def say_more(self, data: st.DataObject, tokens: list[int]) -> None:
@@ -174,7 +215,9 @@ class TreeMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(data=st.data())
     def end(self, data: st.DataObject) -> None:
-        request = data.draw(st.sampled_from(self.running))
+        self.end_one(data.draw(st.sampled_from(self.running)))
+
+    def end_one(self, request: FakeRequest) -> None:
         self.running.remove(request)
         request.table.clear()
         self.tree.close(request.cursor)
@@ -187,7 +230,8 @@ class TreeMachine(RuleBasedStateMachine):
         for promise, got in zip(promised, given_up, strict=True):
             assert min(num_pages, promise) <= got <= promise
 
-    @rule(scope=st.sampled_from([None, *(domain.scope for domain in DOMAINS)]))
+    @precondition(lambda self: len(self.served) > 2)
+    @rule(scope=st.sampled_from([*(domain.scope for domain in DOMAINS), None]))
     def clear(self, scope: CacheScope | None) -> None:
         self.tree.clear(scope)
         for request in self.running:
@@ -267,5 +311,5 @@ class TreeMachine(RuleBasedStateMachine):
 
 TestTreeMachine = TreeMachine.TestCase
 TestTreeMachine.settings = settings(
-    max_examples=150, stateful_step_count=40, deadline=None, derandomize=True, database=None
+    max_examples=150, stateful_step_count=50, deadline=None, derandomize=True, database=None
 )
