@@ -33,6 +33,7 @@ from jaxserve.engine.step import PlanFormat, run_step
 from jaxserve.model.cache import page_layouts
 from jaxserve.model.transformer import LayerLoop, Transformer
 from jaxserve.plan import SamplingParams, SlotLoad, StepPlan, StepShape
+from pallas_kernels.dispatch import default_target
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +83,7 @@ def compile_programs(
     """
     started = time.monotonic()
     layouts = page_layouts(config, jax.default_backend())
-    transformer = Transformer(config, layouts, layer_loop)
+    transformer = Transformer(config, layouts, layer_loop, target=default_target())
     params = abstract_parameters(config.model, config.compute_format, layer_loop)
     state = jax.eval_shape(functools.partial(make_state, config, layouts))
     shapes = decode_shapes(config) + chunk_shapes(config)

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from jaxserve.model.cache import CACHE_AXES, CacheGroup
 from jaxserve.model.rows import Rows
+from pallas_kernels.dispatch import Target
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.page_layout import PageLayout
 from pallas_kernels.ragged_paged_attention import AttentionParams, ragged_paged_attention
@@ -32,6 +33,7 @@ def write_and_attend(
     params: AttentionParams,
     single: bool,
     mesh: Mesh | None,
+    target: Target,
 ) -> tuple[jax.Array, CacheGroup]:
     """`[T, H, h]`: attention of each row, and the pages with this step's keys and values written.
 
@@ -45,6 +47,7 @@ def write_and_attend(
         params: the static half of the attention.
         single: every sequence has exactly one row.
         mesh: the devices over which KV heads are spread.
+        target: their kind.
 
     Raises ValueError at trace time if the mesh does not divide the KV heads.
     """
@@ -56,6 +59,7 @@ def write_and_attend(
             layout=dataclasses.replace(layout, num_kv_heads=own_heads),
             params=params,
             single=single,
+            target=target,
         ),
         mesh,
         in_axes=(HEAD_AXES, HEAD_AXES, HEAD_AXES, CACHE_AXES, (), ()),
@@ -76,6 +80,7 @@ def _write_and_attend_own(
     layout: PageLayout,
     params: AttentionParams,
     single: bool,
+    target: Target,
 ) -> tuple[jax.Array, CacheGroup]:
     """The same for some of the KV heads."""
     pool, scales = kv_write(
@@ -98,5 +103,6 @@ def _write_and_attend_own(
         layout=layout,
         params=params,
         single=single,
+        target=target,
     )
     return mixed_THh, CacheGroup(pool, scales)

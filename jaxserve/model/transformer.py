@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import jax
@@ -25,6 +25,7 @@ from jaxserve.model.experts import expert_mlp
 from jaxserve.model.layers import apply_rope, linear, linear_flat, rms_norm, rope_tables, swiglu
 from jaxserve.model.parameters import EXPERT_NAMES
 from jaxserve.model.rows import Rows
+from pallas_kernels.dispatch import Target
 from pallas_kernels.page_layout import PageLayout
 from pallas_kernels.ragged_paged_attention import AttentionParams
 
@@ -79,6 +80,8 @@ class Transformer:
     layer_loop: LayerLoop
     mesh: Mesh | None = None
     """The devices over which parameters and caches are spread; None for one device."""
+    target: Target = field(default_factory=Target)
+    """The kind of those devices, for which kernels are chosen; by default any."""
 
     @property
     def model(self) -> ModelConfig:
@@ -235,6 +238,7 @@ class Transformer:
             ),
             single=single,
             mesh=self.mesh,
+            target=self.target,
         )
         cache = (*cache[:group], updated, *cache[group + 1 :])
         mixed = mixed_THh.reshape(num_rows, model.num_kv_heads, model.queries_per_kv, model.head_size)

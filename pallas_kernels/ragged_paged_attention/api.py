@@ -56,7 +56,7 @@ def ragged_paged_attention(
         IMPLEMENTATIONS,
         target,
         layout=layout,
-        num_rows=q_THh.shape[0],
+        params=params,
         table_shape=page_table_SP.shape,
         single=single,
     )

@@ -17,18 +17,26 @@ FEW_TILE = 32
 MAX_FEW_ROWS = 8
 BLOCK_BYTES = 512 << 10
 """Of pages under way together: enough to hide HBM's latency, with two such blocks in flight."""
-FEW_SCORES = 16 << 10
-"""Scores of a block in a decode-shaped tile: a quarter of the vector registers."""
+FEW_SCORES = 8 << 10
+"""Scores of a block in a decode-shaped tile: an eighth of the vector registers."""
 CHUNK_BLOCK_TOKENS = 512
 CHUNK_ROWS_AT_ONCE = 256
+CHUNK_TILE = 4096
+"""Rows of a tile, all heads together: few enough that their state is a small part of the vector memory, and
+enough that the scores which a tile's last pair computes for nothing do not count."""
+MIN_CHUNK_TILE, MAX_CHUNK_TILE = 512, 2048
 MAX_TABLE_BYTES = 512 << 10
 """Half of the scalar memory."""
 MAX_STEP_BYTES = 2 << 20
 """Queries of a grid step."""
 
 
-def obstacle(layout: PageLayout, num_rows: int, table_shape: tuple[int, int], single: bool) -> str | None:
+def obstacle(
+    layout: PageLayout, params: AttentionParams, table_shape: tuple[int, int], single: bool
+) -> str | None:
     """Why the kernels cannot take a cache group or a batch, or None."""
+    if params.exact_order:
+        return "the exact order of summation is the reference's"
     packing = 4 // jnp.dtype(layout.storage).itemsize
     if layout.storage != layout.kv_format:
         return f"pages of {layout.kv_format} are stored as {layout.storage}"
@@ -36,10 +44,9 @@ def obstacle(layout: PageLayout, num_rows: int, table_shape: tuple[int, int], si
         return f"pages of {layout.page_size} tokens are no multiple of {SUBLANES * packing}"
     if layout.quantised and layout.scale_lanes != LANES:
         return f"scales of pages of {layout.page_size} tokens do not fill rows of {LANES} lanes"
-    if not single and table_shape[0] * table_shape[1] * 4 > MAX_TABLE_BYTES:
-        return f"a page table of {table_shape[0]} x {table_shape[1]} exceeds {MAX_TABLE_BYTES} bytes"
-    if table_shape[1] * 4 > MAX_TABLE_BYTES:
-        return f"a page table of {table_shape[1]} pages a sequence exceeds {MAX_TABLE_BYTES} bytes"
+    kept = table_shape[1] * 4 * (1 if single else table_shape[0])
+    if kept > MAX_TABLE_BYTES:
+        return f"{kept} bytes of a page table of {table_shape} exceed {MAX_TABLE_BYTES}"
     return None
 
 
@@ -79,7 +86,8 @@ def attend_tpu(
         context_len_S,
         first_page,
         one_row=few_rows == 1,
-        sizes=few_sizes or _few_sizes(q_SKMW, layout, page_table_SP.shape[1], target),
+        sizes=few_sizes
+        or choose_few_sizes(q_SKMW.shape[0], layout, q_SKMW.shape[2], page_table_SP.shape[1], target),
         **shared,
     )
     few_SRHh = few_out[:, :, : few_rows * queries_per_kv].reshape(
@@ -88,7 +96,7 @@ def attend_tpu(
     few_SRHh = _value_lanes(jnp.swapaxes(few_SRHh, 1, 2).reshape(*q_SRHh.shape[:3], -1), layout)
     if single:
         return few_SRHh[:, 0]
-    sizes = chunk_sizes or _chunk_sizes(
+    sizes = chunk_sizes or choose_chunk_sizes(
         q_THh.shape[0], queries_per_kv, layout, page_table_SP.shape[1], target
     )
     q_KXW = _chunk_queries(q_THh, layout, sizes)
@@ -161,20 +169,22 @@ def _pages_per_block(layout: PageLayout, table_pages: int, max_tokens: int) -> i
     return max(step, tokens // step * step) // layout.page_size
 
 
-def _few_sizes(q_SKMW: jax.Array, layout: PageLayout, table_pages: int, target: Target) -> FewSizes:
-    num_sequences, _, num_rows, _ = q_SKMW.shape
-    table_bytes = table_pages * 4
-    query_bytes = q_SKMW.nbytes // num_sequences
-    most = max(1, min(MAX_TABLE_BYTES // 2 // table_bytes, MAX_STEP_BYTES // query_bytes))
+def choose_few_sizes(
+    num_sequences: int, layout: PageLayout, tile_rows: int, table_pages: int, target: Target
+) -> FewSizes:
+    """For tiles of so many rows of bfloat16 queries."""
+    query_bytes = 2 * layout.num_kv_heads * tile_rows * _key_lanes(layout)
+    most = max(1, min(MAX_TABLE_BYTES // 2 // (table_pages * 4), MAX_STEP_BYTES // query_bytes))
     most = min(most, -(-num_sequences // target.num_cores))
     per_step = max(d for d in range(1, most + 1) if num_sequences % d == 0)
-    return FewSizes(_pages_per_block(layout, table_pages, FEW_SCORES // num_rows), 3, per_step)
+    return FewSizes(_pages_per_block(layout, table_pages, FEW_SCORES // tile_rows), 3, per_step)
 
 
-def _chunk_sizes(
+def choose_chunk_sizes(
     num_rows: int, queries_per_kv: int, layout: PageLayout, table_pages: int, target: Target
 ) -> ChunkSizes:
-    wanted = -(-2 * CHUNK_ROWS_AT_ONCE // queries_per_kv)
+    tile = min(max(CHUNK_TILE // layout.num_kv_heads, MIN_CHUNK_TILE), MAX_CHUNK_TILE)
+    wanted = -(-tile // queries_per_kv)
     most = -(-num_rows // target.num_cores)
     # A tile's two halves are whole tiles of the narrowest type.
     step = 32

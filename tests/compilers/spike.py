@@ -20,6 +20,7 @@ from jaxserve.model.cache import page_layouts
 from jaxserve.model.parameters import layer_parameters
 from jaxserve.model.transformer import Transformer
 from jaxserve.plan import StepPlan, StepShape
+from pallas_kernels import dispatch as kernels
 from tests.compilers.hlo import whole_copies
 from tests.compilers.targets import Target, target_mesh
 
@@ -94,7 +95,9 @@ def compile_spike(target: Target, shape: StepShape) -> Measured:
     params = abstract_parameters(MODEL, CONFIG.compute_format, target.layer_loop)
     state = jax.eval_shape(functools.partial(make_state, CONFIG, layouts))
     with target_mesh(target) as mesh:
-        transformer = Transformer(CONFIG, layouts, target.layer_loop, mesh)
+        transformer = Transformer(
+            CONFIG, layouts, target.layer_loop, mesh, kernels.Target.of(mesh.devices.flat[0])
+        )
         params = placed(params, parameter_shardings(params, MODEL, mesh))
         state_places = state_shardings(state, mesh)
         state = placed(state, state_places)
