@@ -42,6 +42,12 @@ def route_headers(choice: Choice) -> dict[str, str]:
 class AnswerFormat(Protocol):
     """Writes the answer to one call, whole or in chunks."""
 
+    @property
+    def plain(self) -> bool:
+        """Whether the chunk of a delta that is a text and nothing else depends on that text and its place
+        alone, and has it once and whole."""
+        ...
+
     def whole(self, outputs: Sequence[RequestOutput]) -> Json:
         """The response body, from the finished requests in the order of the prompts."""
         ...

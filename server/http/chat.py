@@ -13,7 +13,7 @@ from server.http.fields import Fields, Neutral, is_nothing, is_one_of
 from server.http.logprobs import chat_logprobs, prompt_logprobs_json
 from server.http.parameters import NEUTRAL, UNLIMITED, read_sampling, read_stream_options
 from server.http.requests import Call
-from server.http.speech import whole_message
+from server.http.speech import PlainSpeech, whole_message
 from server.http.tool_speech import ToolSpeech
 from server.http.tools import held_to, read_tool_use
 
@@ -96,6 +96,7 @@ class ChatAnswer:
         make_speech = tool_speech.choose(call.tools, identity.model, tokenizer)
         self._speeches = [make_speech() for _ in range(call.params.n)]
         """Of each sample."""
+        self.plain = not call.return_token_ids and all(isinstance(one, PlainSpeech) for one in self._speeches)
 
     def whole(self, outputs: Sequence[RequestOutput]) -> Json:
         (output,) = outputs

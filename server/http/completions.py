@@ -87,6 +87,7 @@ class CompletionAnswer:
         self._call = call
         self._identity = identity
         self._tokenizer = tokenizer
+        self.plain = not call.return_token_ids
         num_top = call.params.logprobs or 0
         self._logprobs = defaultdict[int, CompletionLogprobs](lambda: CompletionLogprobs(num_top, tokenizer))
         """Of each choice."""

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 
 from starlette.types import Receive, Scope, Send
 
-from jaxserve.outputs import RequestOutput
+from jaxserve.outputs import AnswerDelta, RequestOutput
 from server.core import Generation, ServiceError, Status
 from server.http.answers import AnswerFormat, Json, usage_of
 from server.http.errors import ApiError, from_service
-from server.http.streams import merged, while_connected
+from server.http.streams import Patience, merged, while_connected
 
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -22,6 +21,9 @@ _HEADERS = [
     (b"x-accel-buffering", b"no"),
 ]
 _DONE = b"data: [DONE]\n\n"
+_ANY_TEXT = "\ue000text\ue000"
+"""Stands for the text in what every event of a choice has in common; private use, so it is in no name."""
+_Emit = Callable[[bytes], Awaitable[None]]
 _to_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 
 _log = logging.getLogger("jaxserve.server")
@@ -30,6 +32,41 @@ _log = logging.getLogger("jaxserve.server")
 def event(body: Json) -> bytes:
     """One event."""
     return b"data: " + _to_json(body).encode() + b"\n\n"
+
+
+class EventWriter:
+    """Writes the chunks of one answer as events.
+
+    Most deltas are a piece of text and nothing else: what stands around it is written once.
+    """
+
+    def __init__(self, answer: AnswerFormat, *, include_usage: bool) -> None:
+        """include_usage: every chunk says that it has no usage, as one at the end has it."""
+        self._answer = answer
+        self._include_usage = include_usage
+        self._frames: dict[tuple[int, int], tuple[bytes, bytes]] = {}
+        """What stands before and after the text, by prompt and sample."""
+
+    def chunk(self, chunk: Json) -> bytes:
+        return event(chunk | {"usage": None} if self._include_usage else chunk)
+
+    def delta(self, prompt_index: int, delta: AnswerDelta) -> bytes:
+        """The event of a delta; nothing, if it has nothing to show."""
+        if self._answer.plain and delta.text and delta.finish_reason is None and not delta.logprobs:
+            before, after = self._frame(prompt_index, delta.index)
+            return before + _to_json(delta.text).encode() + after
+        chunk = self._answer.chunk(prompt_index, delta)
+        return b"" if chunk is None else self.chunk(chunk)
+
+    def _frame(self, prompt_index: int, sample_index: int) -> tuple[bytes, bytes]:
+        frame = self._frames.get((prompt_index, sample_index))
+        if frame is None:
+            delta = AnswerDelta("", sample_index, (), _ANY_TEXT, None, None, None)
+            chunk = self._answer.chunk(prompt_index, delta)
+            assert chunk is not None, "a text is something to show"
+            before, _, after = self.chunk(chunk).partition(_to_json(_ANY_TEXT).encode())
+            frame = self._frames[prompt_index, sample_index] = before, after
+        return frame
 
 
 class EventStream:
@@ -63,41 +100,40 @@ class EventStream:
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self._headers})
-        async with aclosing(self._events()) as events:
-            async for data in events:
-                try:
-                    async with asyncio.timeout(self._stall_seconds):
-                        await send({"type": "http.response.body", "body": data, "more_body": True})
-                except TimeoutError:
-                    _log.warning("a client took nothing for %g s: aborted", self._stall_seconds)
-                    raise ServiceError(Status.CANCELLED, "the client reads nothing") from None
+        try:
+            async with Patience(self._stall_seconds) as patience:
+                await self._send_events(send, patience)
+        except TimeoutError:
+            _log.warning("a client took nothing for %g s: aborted", self._stall_seconds)
+            raise ServiceError(Status.CANCELLED, "the client reads nothing") from None
         await send({"type": "http.response.body", "body": _DONE})
 
-    async def _events(self) -> AsyncGenerator[bytes]:
+    async def _send_events(self, send: Send, patience: Patience) -> None:
         """Every event but the last; an error is one too, as the status has gone out already."""
+
+        async def emit(data: bytes) -> None:
+            patience.begin()
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+            patience.end()
+
         try:
-            async with aclosing(self._chunks()) as chunks:
-                async for data in chunks:
-                    yield data
+            await self._send_answer(emit)
         except ServiceError as error:
-            yield event(from_service(error).body())
+            await emit(event(from_service(error).body()))
         except Exception:
             _log.exception("a stream broke off")
-            yield event(ApiError(500, "internal error").body())
+            await emit(event(ApiError(500, "internal error").body()))
 
-    async def _chunks(self) -> AsyncGenerator[bytes]:
+    async def _send_answer(self, emit: _Emit) -> None:
+        writer = EventWriter(self._answer, include_usage=self._include_usage)
         prompts = [generation.prompt_token_ids for generation in self._generations]
-        for chunk in self._answer.opening(prompts):
-            yield self._event(chunk)
+        if opening := b"".join(map(writer.chunk, self._answer.opening(prompts))):
+            await emit(opening)
         outputs: list[RequestOutput] = []
         async with aclosing(merged(self._generations)) as batches:
             async for index, deltas in batches:
-                chunks = [self._answer.chunk(index, delta) for delta in deltas]
                 outputs.extend(delta.output for delta in deltas if delta.output is not None)
-                if data := b"".join(self._event(chunk) for chunk in chunks if chunk is not None):
-                    yield data
+                if data := b"".join([writer.delta(index, delta) for delta in deltas]):
+                    await emit(data)
         if self._include_usage:
-            yield event(self._answer.closing(usage_of(outputs)))
-
-    def _event(self, chunk: Json) -> bytes:
-        return event(chunk | {"usage": None} if self._include_usage else chunk)
+            await emit(event(self._answer.closing(usage_of(outputs))))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from itertools import chain
+from types import TracebackType
 from typing import Any, TypeVar
 
 from starlette.types import Receive
@@ -14,6 +15,46 @@ from server.core import Generation, ServiceError, Status
 
 T = TypeVar("T")
 _Item = tuple[int, list[AnswerDelta]] | BaseException
+
+
+class Patience:
+    """Ends with TimeoutError what waits too long for a client, as an `async with` around it.
+
+    The waits themselves, between `begin` and `end`, may be many and short: each costs no timer of its own.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        """seconds: that a single wait may take."""
+        self._seconds = seconds
+        self._since: float | None = None
+        self._limit = asyncio.timeout(None)
+
+    def begin(self) -> None:
+        self._since = self._loop.time()
+
+    def end(self) -> None:
+        self._since = None
+
+    async def __aenter__(self) -> Patience:
+        self._loop = asyncio.get_running_loop()
+        await self._limit.__aenter__()
+        self._timer = self._loop.call_later(self._seconds, self._look)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._timer.cancel()
+        await self._limit.__aexit__(kind, error, trace)
+
+    def _look(self) -> None:
+        """Whether a wait has lasted too long; if not, look again when one could have."""
+        now = self._loop.time()
+        end = (now if self._since is None else self._since) + self._seconds
+        if end <= now:
+            self._limit.reschedule(now)
+        else:
+            self._timer = self._loop.call_at(end, self._look)
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
