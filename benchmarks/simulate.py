@@ -203,7 +203,8 @@ def print_load(load: float, summaries: Mapping[str, Summary]) -> None:
         print(
             f"{policy}: {summary.output_tokens_per_second:.0f} output tokens/s, device busy "
             f"{summary.busy_share:.1%}, {summary.preemptions} preemptions, reuse {summary.reuse:.1%} "
-            f"({summary.cached_tokens} tokens); refused: {refused or 'none'}; cut off: {cut_off or 'none'}"
+            f"({summary.cached_tokens} tokens, {summary.saved_seconds:.0f} s of prefill); "
+            f"refused: {refused or 'none'}; cut off: {cut_off or 'none'}"
         )
 
 
@@ -222,7 +223,10 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         trace = open_trace(args)
         cost, limits = build_machine(args, trace)
-        contenders = {Path(name).stem: find_contender(name) for name in args.policy}
+        contenders = {
+            Path(name).stem: find_contender(name, ttft_target=args.ttft, tpot_target=args.tpot)
+            for name in args.policy
+        }
         options = SimulationOptions(
             host_seconds=args.host_us * 1e-6,
             max_tokens=args.max_tokens,

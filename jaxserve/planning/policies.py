@@ -3,51 +3,57 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from jaxserve.loop import HostLoop
-from jaxserve.plan import EngineLimits
 from jaxserve.planning.simulator import Contender
 from jaxserve.planning.virtual_engine import VirtualClock, VirtualEngine
+from jaxserve.scheduling import AdmissionGate, CacheIdentity
 from jaxserve.scheduling.classes import SchedulerPolicy
-from jaxserve.scheduling.overload import AdmissionGate
+
+_CACHE = CacheIdentity(model="simulated", kv_format="simulated")
 
 
 def contender(policy: SchedulerPolicy, *, gated: bool) -> Contender:
-    """The product's loop under a policy; with its door, or letting everybody in to wait."""
-    gate = partial(_make_gate, policy) if gated else None
-    return Contender(make_loop=partial(_make_loop, policy), make_gate=gate)
+    """The product's loop under a policy, reusing prefixes; with its door, or letting everybody in to wait."""
+    return Contender(make_loop=partial(_make_loop, policy, gated))
 
 
-def _make_loop(policy: SchedulerPolicy, engine: VirtualEngine, clock: VirtualClock) -> HostLoop:
-    return HostLoop(engine, clock=clock, policy=policy)
+def _make_loop(policy: SchedulerPolicy, gated: bool, engine: VirtualEngine, clock: VirtualClock) -> HostLoop:
+    gate = AdmissionGate.for_engine(policy, engine.limits) if gated else None
+    return HostLoop(engine, clock=clock, policy=policy, gate=gate, cache=_CACHE)
 
 
-def _make_gate(policy: SchedulerPolicy, limits: EngineLimits) -> AdmissionGate:
-    return AdmissionGate(
-        policy,
-        num_slots=limits.num_slots,
-        num_pages=min(limits.num_pages) - 1,
-        page_size=limits.page_size,
-    )
-
-
-POLICIES: Mapping[str, Contender] = {
-    "fcfs": contender(SchedulerPolicy.first_come(), gated=False),
-    "fair": contender(SchedulerPolicy(), gated=True),
+POLICIES: Mapping[str, tuple[SchedulerPolicy, bool]] = {
+    "fcfs": (SchedulerPolicy.first_come(), False),
+    "longest-prefix": (SchedulerPolicy.longest_prefix(), False),
+    "fair": (SchedulerPolicy(), True),
 }
-"""First come, first served, as engines without classes do; ours, with the default classes and limits."""
+"""First come, first served, as engines without classes do; the longest cached prefix first, as engines do
+that schedule for their cache; ours, with the default classes and limits. With each whether it has a door."""
 
 
-def find_contender(name: str) -> Contender:
+def find_contender(
+    name: str, *, ttft_target: float | None = None, tpot_target: float | None = None
+) -> Contender:
     """One of `POLICIES`, or a policy file (.toml or .json) behind its door.
+
+    Args:
+        name: which.
+        ttft_target: seconds that every class aims at instead of its own; None leaves them as they are.
+        tpot_target: likewise.
 
     Raises ValueError for a name that is neither, or a policy that contradicts itself.
     """
     if name in POLICIES:
-        return POLICIES[name]
-    path = Path(name)
-    if not path.is_file():
+        policy, gated = POLICIES[name]
+    elif Path(name).is_file():
+        policy, gated = SchedulerPolicy.read(Path(name)), True
+    else:
         raise ValueError(f"policy {name!r} is neither one of {', '.join(POLICIES)} nor a file")
-    return contender(SchedulerPolicy.read(path), gated=True)
+    asked = {"ttft_target": ttft_target, "tpot_target": tpot_target}
+    changes = {key: value for key, value in asked.items() if value is not None}
+    classes = tuple(replace(one, **changes) for one in policy.classes)
+    return contender(replace(policy, classes=classes), gated=gated)

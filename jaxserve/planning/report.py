@@ -90,6 +90,8 @@ class Summary:
     """Of the requests that were served."""
     cached_tokens: int
     """Of these, found in the prefix cache: prefill saved."""
+    saved_seconds: float
+    """Of the device's time, by `cached_tokens`."""
     ideal_reuse: float
     """The share of all prompt tokens that a cache without bounds would have had."""
     computed_tokens: int
@@ -132,6 +134,7 @@ def summarise(simulation: Simulation, targets: Mapping[str, Target] | None = Non
         preemptions=int(records.preemptions.sum()),
         prompt_tokens=int(records.prompt_tokens[served].sum()),
         cached_tokens=int(records.cached_tokens.sum()),
+        saved_seconds=simulation.saved_seconds,
         ideal_reuse=simulation.trace.ideal_reuse,
         computed_tokens=simulation.num_computed_tokens,
         busy_share=simulation.busy_seconds / max(simulation.end, 1e-9),

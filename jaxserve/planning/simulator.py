@@ -18,7 +18,7 @@ from jaxserve.planning.prompts import PromptMaker
 from jaxserve.planning.records import COMPLETED, Records, Timeline
 from jaxserve.planning.traces import Trace, TraceRequest
 from jaxserve.planning.virtual_engine import StepTimer, VirtualClock, VirtualEngine, answer_seed
-from jaxserve.scheduling.overload import AdmissionGate, OverloadError, Ticket
+from jaxserve.scheduling.overload import OverloadError
 from jaxserve.scheduling.terms import ServiceTerms
 
 _PATIENCE = 3600.0
@@ -34,9 +34,7 @@ class Contender:
     make_loop: Callable[[VirtualEngine, VirtualClock], HostLoop] = field(
         default=lambda engine, clock: HostLoop(engine, clock=clock)
     )
-    """The scheduler and the loop, over an engine and with a clock."""
-    make_gate: Callable[[EngineLimits], AdmissionGate] | None = None
-    """The door in front of them; None lets everybody in."""
+    """The scheduler and the loop, over an engine and with a clock, behind a door or none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +69,8 @@ class Simulation:
     num_steps: int
     num_computed_tokens: int
     """Rows computed: prompts that were not cached, answers, and whatever was computed again."""
+    saved_seconds: float = 0.0
+    """What the device did not have to compute, as the loop reckons from the steps that it has timed."""
 
 
 def simulate(
@@ -97,36 +97,6 @@ def simulate(
     return replay.run(on_end)
 
 
-class _Door:
-    """Lets clients in by a gate, which hears of each one's start and end; without one, lets all in."""
-
-    def __init__(self, gate: AdmissionGate | None, clock: VirtualClock) -> None:
-        self._gate = gate
-        self._clock = clock
-        self._waiting: dict[str, Ticket] = {}
-        self._started: dict[str, Ticket] = {}
-
-    def admit(self, request_id: str, terms: ServiceTerms, num_prompt_tokens: int, max_tokens: int) -> None:
-        """Raises OverloadError for whom the gate turns away."""
-        if self._gate is not None:
-            ticket = self._gate.admit(terms, num_prompt_tokens, max_tokens, self._clock.now)
-            self._waiting[request_id] = ticket
-
-    def see(self, deltas: Sequence[AnswerDelta]) -> None:
-        """Who answers for the first time has started by now."""
-        for delta in deltas if self._waiting else ():
-            ticket = self._waiting.pop(delta.request_id, None)
-            if ticket is not None:
-                ticket.start(self._clock.now)
-                self._started[delta.request_id] = ticket
-
-    def leave(self, request_id: str, num_output: int) -> None:
-        """A request has ended, or could not be taken in after all."""
-        ticket = self._waiting.pop(request_id, None) or self._started.pop(request_id, None)
-        if ticket is not None:
-            ticket.release(self._clock.now, num_output)
-
-
 class _Replay:
     def __init__(
         self,
@@ -141,8 +111,6 @@ class _Replay:
         self._clock = VirtualClock()
         self._engine = VirtualEngine(limits, step_seconds, self._clock, host_seconds=options.host_seconds)
         self._loop = contender.make_loop(self._engine, self._clock)
-        gate = None if contender.make_gate is None else contender.make_gate(limits)
-        self._door = _Door(gate, self._clock)
         self._prompts = PromptMaker(limits.vocab_size, seed=options.seed)
         self._records = Records(trace)
         self._timeline = Timeline()
@@ -161,7 +129,8 @@ class _Replay:
                 self._clock.advance_to(self._arrivals.next_time)
             else:
                 break
-        self._timeline.add(self._clock.now, self._loop.snapshot())
+        snapshot = self._loop.snapshot()
+        self._timeline.add(self._clock.now, snapshot)
         return Simulation(
             trace=self._trace,
             limits=self._engine.limits,
@@ -171,11 +140,12 @@ class _Replay:
             busy_seconds=self._engine.busy_seconds,
             num_steps=self._engine.num_collected,
             num_computed_tokens=self._engine.num_computed_tokens,
+            saved_seconds=snapshot.prefixes.saved_milliseconds / 1000 if snapshot.prefixes else 0.0,
         )
 
     def _add(self, arrival: Arrival, request: TraceRequest) -> None:
         """Let a client in, or note why not."""
-        name, options = str(arrival.number), self._options
+        options = self._options
         max_tokens = max(options.max_tokens, request.output_tokens)
         terms = ServiceTerms(
             tenant=request.tenant,
@@ -183,25 +153,25 @@ class _Replay:
             deadline=None if options.deadline is None else request.arrival + options.deadline,
             is_retry=arrival.num_tries > 0,
         )
-        try:
-            self._door.admit(name, terms, request.prompt_tokens, max_tokens)
-        except OverloadError as refusal:
-            if arrival.num_tries < options.retries:
-                self._records.num_retries[arrival.number] += 1
-                self._arrivals.come_back(arrival, self._clock.now + refusal.retry_after)
-            else:
-                self._refuse(arrival, refusal.reason)
-            return
         params = SamplingParams(
             temperature=0.0, max_tokens=max_tokens, seed=answer_seed(request.output_tokens)
         )
         # An array is a sequence of ints in all but name, at a tenth of the memory.
         prompt = cast(Sequence[int], self._prompts.prompt(request, arrival.number))
         try:
-            self._loop.add(name, prompt, params, terms=terms)
+            self._loop.add(str(arrival.number), prompt, params, terms=terms)
+        except OverloadError as refusal:
+            self._turn_away(arrival, refusal)
         except ValueError:
-            self._door.leave(name, 0)
             self._refuse(arrival, "too long")
+
+    def _turn_away(self, arrival: Arrival, refusal: OverloadError) -> None:
+        """The client comes back when it was told to, if it has the patience."""
+        if arrival.num_tries < self._options.retries:
+            self._records.num_retries[arrival.number] += 1
+            self._arrivals.come_back(arrival, self._clock.now + refusal.retry_after)
+        else:
+            self._refuse(arrival, refusal.reason)
 
     def _refuse(self, arrival: Arrival, reason: str) -> None:
         self._records.reject(arrival.number, reason, self._clock.now)
@@ -211,7 +181,6 @@ class _Replay:
         engine, clock = self._engine, self._clock
         before = (engine.num_dispatched, engine.num_collected)
         deltas = self._loop.step()
-        self._door.see(deltas)
         for delta in deltas:
             if delta.output is not None:
                 self._finish(delta, delta.output)
@@ -235,7 +204,5 @@ class _Replay:
     def _finish(self, delta: AnswerDelta, output: RequestOutput) -> None:
         reason = delta.finish_reason
         outcome = COMPLETED if reason in ("stop", "length") else str(reason)
-        number = int(delta.request_id)
-        self._records.finish(number, outcome, output)
-        self._door.leave(delta.request_id, int(self._records.output_tokens[number]))
+        self._records.finish(int(delta.request_id), outcome, output)
         self._on_end()

@@ -150,6 +150,7 @@ def virtual_limits(
         chunk_shapes=tuple(StepShape(rows, min(rows, num_slots), min(rows, num_slots)) for rows in chunk),
         max_logprobs=1,
         eos_token_ids=(END_TOKEN,),
+        copies_pages=True,
     )
 
 

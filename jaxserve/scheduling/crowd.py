@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import exp, inf
 
 from jaxserve.scheduling.classes import PriorityClass, TenantPolicy
 from jaxserve.scheduling.drain import DrainRate
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Demand:
-    """What a request will need, as predicted at the door."""
+    """What a request will need, as predicted at the door. Identified by object."""
 
     tenant: str
     weight: float
@@ -24,6 +24,8 @@ class Demand:
     num_pages: int
     urgent: bool
     """Whether it has a deadline, and goes before its tenant's requests that have none."""
+    since: float
+    """When it came."""
 
 
 @dataclass(slots=True)
@@ -33,24 +35,42 @@ class Part:
     num_requests: int = 0
     num_tokens: float = 0.0
     num_urgent_tokens: float = 0.0
+    waiting: dict[Demand, None] = field(default_factory=dict[Demand, None])
+    """In the order in which they came."""
 
     def add(self, demand: Demand, sign: int) -> None:
         self.num_requests += sign * demand.num_requests
         self.num_tokens += sign * demand.num_tokens
         if demand.urgent:
             self.num_urgent_tokens += sign * demand.num_tokens
+        if sign > 0:
+            self.waiting[demand] = None
+        else:
+            del self.waiting[demand]
+
+    def longest_wait(self, now: float) -> float:
+        """Seconds that the first of them has waited; 0 if there is none."""
+        first = next(iter(self.waiting), None)
+        return 0.0 if first is None else now - first.since
 
 
 class Crowd:
     """Requests that have been let in and have not started."""
 
     def __init__(self) -> None:
-        self.num_requests = 0
-        self.num_tokens = 0.0
+        self.all = Part()
         self.num_pages = 0
         self._parts: dict[str, Part] = {}
         self._weight = 0.0
         """Sum over the tenants that have a part."""
+
+    @property
+    def num_requests(self) -> int:
+        return self.all.num_requests
+
+    @property
+    def num_tokens(self) -> float:
+        return self.all.num_tokens
 
     def enter(self, demand: Demand) -> None:
         part = self._parts.get(demand.tenant)
@@ -58,17 +78,19 @@ class Crowd:
             part = self._parts[demand.tenant] = Part()
             self._weight += demand.weight
         part.add(demand, 1)
-        self._count(demand, 1)
+        self.all.add(demand, 1)
+        self.num_pages += demand.num_pages
 
     def exit(self, demand: Demand) -> None:
         part = self._parts[demand.tenant]
         part.add(demand, -1)
-        self._count(demand, -1)
+        self.all.add(demand, -1)
+        self.num_pages -= demand.num_pages
         if not part.num_requests:
             del self._parts[demand.tenant]
             self._weight = self._weight - demand.weight if self._parts else 0.0
         if not self.num_requests:
-            self.num_tokens = 0.0  # What rounding has left.
+            self.all = Part()  # Without what rounding has left.
 
     def part(self, tenant: str) -> Part:
         """What a tenant has here; not to be changed."""
@@ -90,11 +112,6 @@ class Crowd:
         if num_waiting >= 2 * limit:
             return True
         return self.part(demand.tenant).num_requests + 1 > limit * self.share(demand)
-
-    def _count(self, demand: Demand, sign: int) -> None:
-        self.num_requests += sign * demand.num_requests
-        self.num_tokens += sign * demand.num_tokens
-        self.num_pages += sign * demand.num_pages
 
 
 class FadingCount:

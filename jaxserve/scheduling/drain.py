@@ -6,16 +6,16 @@ from math import ceil, exp, inf, log
 
 _MEMORY = 30.0
 """Seconds of backlog after which a measurement counts for 1/e, if that leaves enough of them."""
-_ENOUGH_ENDS = 32.0
-"""Requests' ends that are not forgotten before others have come, however slow they are."""
-_CONFIDENT_ENDS = 16.0
+_ENOUGH_STARTS = 32.0
+"""Requests' starts that are not forgotten before others have come, however slow they are."""
+_CONFIDENT_STARTS = 16.0
 _CONFIDENT_SECONDS = 1.0
 SHORTEST_RETRY, LONGEST_RETRY, UNKNOWN_RETRY = 0.05, 60.0, 1.0
 """Seconds that a refused client is asked to stay away: at least, at most, and when nothing is known."""
 
 
 class DrainRate:
-    """Requests and tokens finished per second of backlog, of one class; older seconds fade.
+    """Requests and tokens that get a slot per second of backlog, of one class; older seconds fade.
 
     Time without a backlog says nothing of what the engine could do, and does not count.
     """
@@ -23,7 +23,7 @@ class DrainRate:
     def __init__(self) -> None:
         self._clock = -inf
         self._seconds = 0.0
-        self._ends = 0.0
+        self._starts = 0.0
         self._tokens = 0.0
         self._num_refused = 0
 
@@ -31,29 +31,31 @@ class DrainRate:
         """Time has passed until `now`, with a `backlog` or without. A clock that goes back is ignored."""
         elapsed = now - self._clock
         if 0.0 < elapsed < inf and backlog:
-            kept = max(exp(-elapsed / _MEMORY), min(_ENOUGH_ENDS / self._ends, 1.0) if self._ends else 1.0)
+            kept = max(
+                exp(-elapsed / _MEMORY), min(_ENOUGH_STARTS / self._starts, 1.0) if self._starts else 1.0
+            )
             # The new seconds fade on their way too, so that a steady stream is measured without bias.
             self._seconds = self._seconds * kept + elapsed * (
                 (1.0 - kept) / -log(kept) if kept < 1.0 else 1.0
             )
-            self._ends *= kept
+            self._starts *= kept
             self._tokens *= kept
         self._clock = max(self._clock, now)
 
-    def finish(self, num_requests: int, num_tokens: float) -> None:
-        """Requests have ended while others waited."""
-        self._ends += num_requests
+    def start(self, num_requests: int, num_tokens: float) -> None:
+        """Requests have got their slots after waiting for others."""
+        self._starts += num_requests
         self._tokens += num_tokens
 
     @property
     def confident(self) -> bool:
         """Whether enough was measured to refuse somebody on the strength of it."""
-        return self._ends >= _CONFIDENT_ENDS and self._seconds >= _CONFIDENT_SECONDS
+        return self._starts >= _CONFIDENT_STARTS and self._seconds >= _CONFIDENT_SECONDS
 
     @property
     def requests_per_second(self) -> float:
         """0 if nothing is known."""
-        return self._ends / self._seconds if self._seconds > 0.0 else 0.0
+        return self._starts / self._seconds if self._seconds > 0.0 else 0.0
 
     @property
     def tokens_per_second(self) -> float:

@@ -10,28 +10,20 @@ import threading
 from collections import Counter
 from dataclasses import dataclass
 from math import ceil
-from typing import Literal
 
+from jaxserve.plan import EngineLimits
 from jaxserve.scheduling.answer_lengths import AnswerLengths
 from jaxserve.scheduling.classes import SchedulerPolicy
 from jaxserve.scheduling.crowd import ClassState, Crowd, Demand, FadingCount, TenantState
 from jaxserve.scheduling.drain import LONGEST_RETRY, SHORTEST_RETRY
+from jaxserve.scheduling.refusals import OverloadError, Reason
 from jaxserve.scheduling.terms import ServiceTerms
 
-Reason = Literal["queue_full", "tokens", "kv", "tenant_quota", "rate", "deadline", "retry_budget"]
 _MAX_TENANTS = 4096
 """Tenants at which those are forgotten that have nothing open and their whole rate to use."""
-
-
-class OverloadError(Exception):
-    """A request is refused for now. The message names the value and the limit."""
-
-    def __init__(self, reason: Reason, message: str, retry_after: float) -> None:
-        """`retry_after`: seconds after which another try is worth it."""
-        super().__init__(message)
-        self.reason: Reason = reason
-        self.message = message
-        self.retry_after = retry_after
+_HELD_UP = 0.25
+"""Seconds after which one that waits though slots are free waits for something else: pages, or its turn for
+the prompt tokens of a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +37,7 @@ class ClassLoad:
     num_waiting_tokens: float
     num_waiting_pages: int
     requests_per_second: float
-    """Finished, as measured while some waited; 0 if that is not known yet."""
+    """Started, as measured while some waited; 0 if that is not known yet."""
     tokens_per_second: float
 
 
@@ -60,8 +52,7 @@ class Ticket:
         self.released = False
 
     def start(self, now: float) -> None:
-        """It has got a slot for the first time. Without this the gate still bounds the sum of all classes,
-        but cannot tell which class waits, nor how long an answer takes."""
+        """It has got a slot for the first time. Until then the gate takes it for one that waits."""
         self._gate.mark_started(self, now)
 
     def release(self, now: float, num_output: int = 0) -> None:
@@ -94,6 +85,16 @@ class AdmissionGate:
         self._first_tries = FadingCount(policy.retries.window)
         self._retries = FadingCount(policy.retries.window)
         self._lock = threading.Lock()
+
+    @classmethod
+    def for_engine(cls, policy: SchedulerPolicy, limits: EngineLimits) -> AdmissionGate:
+        """The door of an engine with these limits."""
+        return cls(
+            policy,
+            num_slots=limits.num_slots,
+            num_pages=max(1, min(limits.num_pages) - 1),
+            page_size=limits.page_size,
+        )
 
     def admit(
         self,
@@ -129,11 +130,12 @@ class AdmissionGate:
                 num_tokens,
                 ceil(num_tokens / self._page_size),
                 terms.deadline is not None,
+                now,
             )
             try:
                 self._check_tenant(state, tenant, demand)
                 self._check_queues(state, demand)
-                self._check_prediction(state, demand, terms.deadline, num_output / num_samples, now)
+                self._check_prediction(state, demand, terms.deadline, num_output / num_samples)
                 self._check_retry(state, terms, now)
             except OverloadError as error:
                 self.num_refused[error.reason] += 1
@@ -163,11 +165,15 @@ class AdmissionGate:
             if ticket.released or ticket.started_at is not None:
                 return
             state = self._classes[ticket.class_index]
-            state.drain.advance(now, self._num_excess(state.crowd) > 0)
+            demand = ticket.demand
+            backlog = self._num_excess(state.crowd, now) > 0
+            state.drain.advance(now, backlog)
+            if backlog:
+                state.drain.start(demand.num_requests, demand.num_tokens)
             ticket.started_at = now
-            self._exit(state, ticket.demand)
-            state.num_running += ticket.demand.num_requests
-            self._num_running += ticket.demand.num_requests
+            self._exit(state, demand)
+            state.num_running += demand.num_requests
+            self._num_running += demand.num_requests
 
     def mark_released(self, ticket: Ticket, now: float, num_output: int) -> None:
         """See `Ticket.release`."""
@@ -176,10 +182,9 @@ class AdmissionGate:
                 return
             ticket.released = True
             state, demand = self._classes[ticket.class_index], ticket.demand
-            backlog = self._num_excess(state.crowd) > 0
-            state.drain.advance(now, backlog)
+            state.drain.advance(now, self._num_excess(state.crowd, now) > 0)
             if num_output:
-                self._learn(ticket, state, now, num_output, backlog)
+                self._learn(ticket, state, now, num_output)
             if ticket.started_at is None:
                 self._exit(state, demand)
             else:
@@ -215,7 +220,7 @@ class AdmissionGate:
     def _enter(
         self, state: ClassState, tenant: TenantState, demand: Demand, is_retry: bool, now: float
     ) -> None:
-        state.drain.advance(now, self._num_excess(state.crowd) > 0)
+        state.drain.advance(now, self._num_excess(state.crowd, now) > 0)
         (self._retries if is_retry else self._first_tries).add(now)
         tenant.num_open += demand.num_requests
         tenant.level -= demand.num_tokens
@@ -226,24 +231,26 @@ class AdmissionGate:
         state.crowd.exit(demand)
         self._everyone.exit(demand)
 
-    def _learn(self, ticket: Ticket, state: ClassState, now: float, num_output: int, backlog: bool) -> None:
-        num_samples = ticket.demand.num_requests
-        per_sample = max(round(num_output / num_samples), 1)
+    def _learn(self, ticket: Ticket, state: ClassState, now: float, num_output: int) -> None:
+        per_sample = max(round(num_output / ticket.demand.num_requests), 1)
         self._lengths.observe(ticket.class_index, per_sample)
-        if backlog:
-            state.drain.finish(num_samples, ticket.demand.num_prompt_tokens + num_output)
         if ticket.started_at is not None:
             measured = max(now - ticket.started_at, 0.0) / per_sample
             known = state.seconds_per_token
             state.seconds_per_token = known + (measured - known) / 16 if known else measured
 
-    @property
-    def _num_free(self) -> int:
+    def _num_free(self, now: float) -> int:
+        """Slots that nothing keeps from being filled."""
+        if self._everyone.all.longest_wait(now) > _HELD_UP:
+            return 0
         return max(0, self._num_slots - self._num_running)
 
-    def _num_excess(self, crowd: Crowd) -> int:
-        """Requests of those let in for which there is no slot."""
-        return max(0, crowd.num_requests - self._num_free)
+    def _num_excess(self, crowd: Crowd, now: float) -> int:
+        """Requests of those let in for which there is no room."""
+        return max(0, crowd.num_requests - self._num_free(now))
+
+    def _would_wait(self, now: float) -> bool:
+        return self._everyone.num_requests >= self._num_free(now)
 
     # Refusals, under the lock ----------------------------------------------------------------------------
 
@@ -280,15 +287,15 @@ class AdmissionGate:
 
     def _check_queues(self, state: ClassState, demand: Demand) -> None:
         """The bounds on those that wait; a request for which there is a slot is not one of them."""
-        one, crowd = state.priority_class, state.crowd
-        if self._would_wait:
-            total, own = self._num_excess(self._everyone), self._num_excess(crowd)
+        one, crowd, now = state.priority_class, state.crowd, demand.since
+        if self._would_wait(now):
+            total, own = self._num_excess(self._everyone, now), self._num_excess(crowd, now)
             if self._everyone.is_full(demand, total, self.policy.max_waiting):
                 message = f"{total} requests wait already; the limit is {self.policy.max_waiting}"
-                raise OverloadError("queue_full", message, self._drained(state))
+                raise OverloadError("queue_full", message, self._drained(state, now))
             if crowd.is_full(demand, own, one.max_waiting):
                 message = f"{own} requests of class {one.name!r} wait already; the limit is {one.max_waiting}"
-                raise OverloadError("queue_full", message, self._drained(state))
+                raise OverloadError("queue_full", message, self._drained(state, now))
         if not crowd.num_requests:
             return
         limit = one.max_waiting_tokens
@@ -297,42 +304,44 @@ class AdmissionGate:
                 f"{crowd.num_tokens:.0f} tokens of class {one.name!r} wait already and the request needs "
                 f"{demand.num_tokens:.0f}; the limit is {limit}"
             )
-            raise OverloadError("tokens", message, self._drained(state))
+            raise OverloadError("tokens", message, self._drained(state, now))
         most_pages = one.max_waiting_pools * self._num_pages
         if crowd.num_pages + demand.num_pages > most_pages:
             message = (
                 f"requests of class {one.name!r} that wait already are predicted to need {crowd.num_pages} "
                 f"pages and this one {demand.num_pages}; the limit is {most_pages:.0f}"
             )
-            raise OverloadError("kv", message, self._drained(state))
+            raise OverloadError("kv", message, self._drained(state, now))
 
     def _check_prediction(
-        self, state: ClassState, demand: Demand, deadline: float | None, num_output: float, now: float
+        self, state: ClassState, demand: Demand, deadline: float | None, num_output: float
     ) -> None:
-        """A deadline, or the longest wait of the class, that will be missed as things go."""
+        """A deadline that will be missed as things go, or more patience than the class has."""
+        one, now = state.priority_class, demand.since
         if deadline is not None and deadline <= now:
             message = f"the deadline passed {now - deadline:.3g} seconds ago"
             raise OverloadError("deadline", message, SHORTEST_RETRY)
-        if not (self._would_wait and state.drain.confident):
+        if not self._would_wait(now):
             return
-        one = state.priority_class
         wait = self._predict_wait(state, demand)
-        if wait > one.max_wait:
+        if wait > one.patience:
             message = (
                 f"a request of class {one.name!r} would wait {wait:.3g} seconds; "
-                f"the limit is {one.max_wait:g}"
+                f"the limit is {one.patience:g}"
             )
-            raise OverloadError("queue_full", message, self._drained(state))
+            raise OverloadError("queue_full", message, self._drained(state, now))
+        if deadline is None or not state.drain.confident:
+            return
         needed = wait + state.seconds_per_token * num_output
-        if deadline is not None and now + needed > deadline:
+        if now + needed > deadline:
             message = (
                 f"the answer would take {needed:.3g} seconds, {wait:.3g} of them in the queue; "
                 f"the deadline leaves {deadline - now:.3g}"
             )
-            raise OverloadError("deadline", message, self._drained(state))
+            raise OverloadError("deadline", message, self._drained(state, now))
 
     def _check_retry(self, state: ClassState, terms: ServiceTerms, now: float) -> None:
-        if not (terms.is_retry and self._would_wait):
+        if not (terms.is_retry and self._would_wait(now)):
             return
         budget = self.policy.retries
         limit = max(budget.ratio * self._first_tries.read(now), float(budget.at_least))
@@ -342,20 +351,21 @@ class AdmissionGate:
                 f"{num_retries} retries were let in within {budget.window:g} seconds; the limit is "
                 f"{limit:.0f}, {budget.ratio:.0%} of the first tries and at least {budget.at_least}"
             )
-            raise OverloadError("retry_budget", message, self._drained(state))
+            raise OverloadError("retry_budget", message, self._drained(state, now))
 
-    @property
-    def _would_wait(self) -> bool:
-        return self._everyone.num_requests >= self._num_free
-
-    def _drained(self, state: ClassState) -> float:
+    def _drained(self, state: ClassState, now: float) -> float:
         """Seconds in which those of the class that wait get their slots, and one more."""
-        return state.drain.retry_after(self._num_excess(state.crowd) + 1)
+        return state.drain.retry_after(self._num_excess(state.crowd, now) + 1)
 
     def _predict_wait(self, state: ClassState, demand: Demand) -> float:
         """Seconds until the request starts: what is ahead of it at the measured rate, at most all of the
-        class, and no more than what its tenant has there at the tenant's share of the rate."""
-        crowd, rate = state.crowd, state.drain.tokens_per_second
-        part = crowd.part(demand.tenant)
+        class, and no more than what its tenant has there at the tenant's share of the rate.
+
+        While no rate is known, and whatever it promises: as long as its tenant's first has waited so far.
+        """
+        crowd, part = state.crowd, state.crowd.part(demand.tenant)
+        waited = 0.0 if demand.urgent else part.longest_wait(demand.since)
+        if not state.drain.confident:
+            return waited
         ahead = part.num_urgent_tokens if demand.urgent else part.num_tokens
-        return min(crowd.num_tokens, ahead / crowd.share(demand)) / rate
+        return max(waited, min(crowd.num_tokens, ahead / crowd.share(demand)) / state.drain.tokens_per_second)

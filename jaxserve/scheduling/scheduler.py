@@ -68,7 +68,7 @@ class Scheduler:
         max_running = min(limits.num_slots, largest.rows, largest.sequences, largest.logit_rows)
         self._table = SlotTable(max_running, limits.page_size)
         self._pool = PagePool(limits.num_pages)
-        self._queue = RequestQueue(policy, max_running)
+        self._queue = RequestQueue(policy, max_running, score=self._num_cached)
         self.cache = (
             None if cache is None else PrefixCache(cache, self._pool, limits, self.budget.seconds_per_token)
         )
@@ -360,6 +360,11 @@ class Scheduler:
         for slot, num_pages in zip(slots[due].tolist(), num_full[due].tolist(), strict=True):
             table.num_stored[slot] = num_pages
             cache.store(table.at(slot), num_pages * page_size)
+
+    def _num_cached(self, request: Request) -> int:
+        """Tokens of a waiting request that it could start on."""
+        match = None if self.cache is None else self.cache.match(request)
+        return 0 if match is None else match.num_tokens
 
     def _could_start(self, now: float) -> bool:
         """Whether nothing runs and yet the next request waits, though all it waited for has come."""

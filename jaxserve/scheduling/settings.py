@@ -11,9 +11,10 @@ _BOUNDS = "bounds"
 _Record = TypeVar("_Record")
 
 
-def number(default: float, low: float, high: float) -> Any:
-    """A field that holds any number from `low` to `high`, the ends included."""
-    return dataclasses.field(default=default, metadata={_BOUNDS: (float(low), float(high), False)})
+def number(default: float | None, low: float, high: float) -> Any:
+    """A field that holds any number from `low` to `high`, the ends included; a default of None lets None
+    mean that the record chooses."""
+    return dataclasses.field(default=default, metadata={_BOUNDS: (float(low), float(high), default is None)})
 
 
 def whole(default: int | None, low: int, high: int = 2**62) -> Any:

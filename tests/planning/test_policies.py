@@ -11,7 +11,6 @@ import pytest
 from jaxserve.plan import EngineLimits
 from jaxserve.planning import (
     MODELS,
-    POLICIES,
     CostModel,
     Footprint,
     Simulation,
@@ -25,7 +24,7 @@ from jaxserve.planning import (
     summarise,
     virtual_limits,
 )
-from jaxserve.planning.policies import contender
+from jaxserve.planning.policies import contender, find_contender
 from jaxserve.planning.virtual_engine import END_TOKEN
 from jaxserve.scheduling.classes import DEFAULT_CLASSES, PriorityClass, SchedulerPolicy
 from tests.fake_engine import make_limits
@@ -58,7 +57,7 @@ def traffic(rate: float, count: int) -> Trace:
 def compare(machine: tuple[EngineLimits, CostModel], trace: Trace) -> dict[str, Summary]:
     limits, cost = machine
     return {
-        name: summarise(simulate(trace, limits, cost.step_seconds, POLICIES[name]), TARGETS)
+        name: summarise(simulate(trace, limits, cost.step_seconds, find_contender(name)), TARGETS)
         for name in ("fcfs", "fair")
     }
 
@@ -141,7 +140,8 @@ def test_who_is_turned_away_may_come_back(machine: tuple[EngineLimits, CostModel
 def test_what_is_worth_nothing_any_more_is_cut_off(machine: tuple[EngineLimits, CostModel]) -> None:
     limits, cost = machine
     options = SimulationOptions(deadline=5.0)
-    found = simulate(traffic(rate=25.0, count=300), limits, cost.step_seconds, POLICIES["fcfs"], options)
+    plain = find_contender("fcfs")
+    found = simulate(traffic(rate=25.0, count=300), limits, cost.step_seconds, plain, options)
     expired = found.records.outcome == "expired"
     assert expired.sum() > 50
     assert np.isnan(found.records.scheduled[expired]).any()  # before it cost any computation
