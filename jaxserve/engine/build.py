@@ -105,7 +105,7 @@ def build_engine(
     dtype = _resolve_dtype(options, platform)
     max_model_len = _resolve_max_model_len(options, model)
     config = resolve_config(model, options, platform, dtype, max_model_len)
-    layer_loop = _layer_loop(platform)
+    layer_loop = layer_loop_for(platform)
     # Programs are compiled from shapes alone, so the weights are read meanwhile.
     with ThreadPoolExecutor(1, "jaxserve-load") as pool:
         loading = _loading(checkpoint, dtype, on_progress)
@@ -164,7 +164,8 @@ def _lowest_chunk(options: EngineOptions, num_slots: int) -> int:
     return 16 if num_slots > FEW_SLOTS else 64
 
 
-def _layer_loop(platform: str) -> LayerLoop:
+def layer_loop_for(platform: str) -> LayerLoop:
+    """How a platform likes its parameters stored."""
     loops: dict[str, LayerLoop] = {"cpu": "switched", "tpu": "stacked"}
     return loops.get(platform, "unrolled")
 

@@ -1,0 +1,151 @@
+"""`jaxserve compile`: every step of an engine through the compiler of a machine that is not here."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+from jaxserve.commands.options import parse_size
+
+if TYPE_CHECKING:
+    from jaxserve.config import ModelConfig
+    from jaxserve.engine.ahead import AheadEngine, StepReport
+    from jaxserve.engine.machines import Machine
+    from jaxserve.planning.chips import Chip
+
+GIB = 2**30
+DEFAULT_MAX_MODEL_LEN = 16384
+DEFAULT_DECODE_ROWS = (8, 32, 128)
+DEFAULT_CHUNK_ROWS = (256, 2048)
+
+
+class Compile:
+    name = "compile"
+    help = "compile for a TPU or GPU that is not here, and report its memory"
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.description = (
+            "Builds every step of the ladder with the real compiler of a TPU or GPU, from a configuration "
+            "alone. Needs jaxserve[compilers-tpu] or jaxserve[compilers-gpu]; no device, no weights."
+        )
+        add = parser.add_argument
+        add("model", metavar="MODEL", help="a known model (llama-3.1-8b) or a folder with a config.json")
+        add("--target", required=True, metavar="NAME", help="chip and number, as v5e-4, v5p-4, v6e-8, h200")
+        add("--tensor", type=int, metavar="N", help="devices that share the model (default: all)")
+        add("--slots", type=int, default=DEFAULT_DECODE_ROWS[-1], metavar="N", help="sequences at once")
+        add("--max-model-len", type=int, metavar="N", help="longest sequence (default: up to 16384)")
+        add("--kv-memory", type=parse_size, metavar="SIZE", help="of the pool, all devices together")
+        add("--kv-format", default="auto", choices=["auto", "float32", "bfloat16", "int8"])
+        add("--page-size", type=int, metavar="N", help="tokens on a page (default 64)")
+        add("--decode-rows", type=_ladder, default=DEFAULT_DECODE_ROWS, metavar="N,N", help="decode steps")
+        add("--chunk-rows", type=_ladder, default=DEFAULT_CHUNK_ROWS, metavar="N,N", help="chunk steps")
+        add("--json", action="store_true", help="a line of JSON for each step")
+
+    def run(self, args: argparse.Namespace) -> int:
+        from jaxserve.engine.machines import COMPILER_ENVIRONMENT, Machine
+        from jaxserve.planning.chips import find_chip
+        from jaxserve.planning.models import find_model
+
+        machine = Machine.parse(args.target)
+        if args.tensor not in (None, machine.num_devices):
+            raise ValueError(
+                f"--tensor {args.tensor} on {machine.num_devices} devices: replicas are compiled one at a "
+                f"time, so name a target of {args.tensor}"
+            )
+        machine.require_compiler()
+        model, chip = find_model(args.model), find_chip(machine.chip)
+        os.environ.update(COMPILER_ENVIRONMENT)
+        return self._compile(args, machine, model, chip)
+
+    def _compile(self, args: argparse.Namespace, machine: Machine, model: ModelConfig, chip: Chip) -> int:
+        from jaxserve.engine.ahead import prepare_ahead
+        from jaxserve.engine.build import EngineOptions
+        from sharding import TENSOR
+
+        options = EngineOptions(
+            max_model_len=args.max_model_len or min(model.max_position, DEFAULT_MAX_MODEL_LEN),
+            num_slots=args.slots,
+            kv_format=args.kv_format,
+            page_size=args.page_size,
+            kv_memory=args.kv_memory,
+        )
+        decode_rows = tuple(sorted({min(rows, args.slots) for rows in args.decode_rows} | {args.slots}))
+        with machine.mesh(TENSOR) as mesh:
+            engine = prepare_ahead(
+                model, options, mesh, machine.platform, chip.memory_bytes, decode_rows, args.chunk_rows
+            )
+            if not args.json:
+                _print_head(engine, chip)
+            reports: list[StepReport] = []
+            for report in engine.compile_steps():
+                reports.append(report)
+                print(_json_line(report, engine) if args.json else _table_line(report, engine, chip))
+                sys.stdout.flush()
+        fits = max(report.peak_bytes for report in reports) <= chip.memory_bytes
+        if not args.json:
+            _print_foot(engine, chip, reports)
+        return 0 if fits else 1
+
+
+def _ladder(text: str) -> tuple[int, ...]:
+    try:
+        rungs = tuple(int(rung) for rung in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of whole numbers such as 256,2048") from None
+    if list(rungs) != sorted(set(rungs)) or rungs[0] < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} does not rise from 1 or more")
+    return rungs
+
+
+def _print_head(engine: AheadEngine, chip: Chip) -> None:
+    cache = engine.config.cache
+    print(
+        f"{engine.mesh.size} x {chip.name}, each: weights {engine.weight_bytes / GIB:.2f} GiB, pool "
+        f"{engine.pool_bytes / GIB:.2f} GiB ({', '.join(map(str, cache.num_pages))} pages a layer of "
+        f"{cache.page_size} tokens in {cache.kv_format}), of {chip.memory_bytes / GIB:.2f} GiB"
+    )
+    print("step            compile   temporaries  of pool  aliased  at best")
+
+
+def _table_line(report: StepReport, engine: AheadEngine, chip: Chip) -> str:
+    kind = "decode" if report.shape.decode else "chunk"
+    in_place = "pool" if report.aliased_bytes >= engine.pool_bytes else "NOT THE POOL"
+    return (
+        f"{kind:6} {report.shape.rows:5}  {report.compile_seconds:7.1f} s  "
+        f"{report.temporary_bytes / GIB:8.3f} GiB  {report.temporary_bytes / engine.pool_bytes:6.2%}  "
+        f"{in_place:7}  {_least_seconds(report, engine, chip) * 1e3:6.2f} ms"
+    )
+
+
+def _least_seconds(report: StepReport, engine: AheadEngine, chip: Chip) -> float:
+    """Of the matrices alone: the larger of their arithmetic and of reading them once."""
+    from jaxserve.planning.footprint import Footprint
+
+    footprint, shape = Footprint.of(engine.config.model), report.shape
+    operations = 2 * (footprint.active_weights() * shape.rows + footprint.head_weights * shape.logit_rows)
+    weights = footprint.touched_weights(shape.rows) + footprint.head_weights
+    item_bytes = 2 if engine.config.compute_format == "bfloat16" else 4
+    arithmetic = operations / chip.peak(engine.config.compute_format)
+    return max(arithmetic, weights * item_bytes / chip.memory_bandwidth) / engine.mesh.size
+
+
+def _json_line(report: StepReport, engine: AheadEngine) -> str:
+    fields: dict[str, Any] = dataclasses.asdict(report)
+    fields |= {"weight_bytes": engine.weight_bytes, "pool_bytes": engine.pool_bytes}
+    return json.dumps(fields | {"peak_bytes": report.peak_bytes})
+
+
+def _print_foot(engine: AheadEngine, chip: Chip, reports: list[StepReport]) -> None:
+    peak = max(report.peak_bytes for report in reports)
+    left = int(chip.memory_bytes) - peak
+    total = sum(report.compile_seconds for report in reports)
+    if left < 0:
+        print(f"does not fit: {peak / GIB:.2f} GiB at the most, {-left / GIB:.2f} too many; {total:.0f} s")
+        return
+    pages = sum(engine.config.cache.num_pages)
+    more = left * pages // engine.pool_bytes
+    print(f"fits: {left / GIB:.2f} GiB left, room for {more} more pages; compiled in {total:.0f} s")
