@@ -10,12 +10,25 @@ import numpy as np
 
 from jaxserve.config import Activation, LayerKind
 
+_NUM_SUMS = 4
+"""Columns of the product that adds up squares."""
 
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """Root-mean-square norm over the last axis, computed in float32 (Zhang and Sennrich 2019)."""
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float, *, exact_order: bool = False) -> jax.Array:
+    """Root-mean-square norm over the last axis, computed in float32 (Zhang and Sennrich 2019).
+
+    `exact_order`: whether a row's result must be the same bits however many rows there are. XLA on CPU adds
+    a row's squares up in an order that depends on that; its matrix products do not, from two columns up.
+    """
     wide = x.astype(jnp.float32)
-    scale = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
-    return (wide * scale * weight).astype(x.dtype)
+    squares = jnp.square(wide)
+    if exact_order:
+        ones = jnp.ones((_NUM_SUMS, x.shape[-1]), jnp.float32)
+        sums = linear(squares.reshape(-1, x.shape[-1]), ones)[:, :1]
+        mean = sums.reshape(*x.shape[:-1], 1) / x.shape[-1]
+    else:
+        mean = jnp.mean(squares, axis=-1, keepdims=True)
+    return (wide * jax.lax.rsqrt(mean + eps) * weight).astype(x.dtype)
 
 
 def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:

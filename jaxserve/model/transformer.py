@@ -112,7 +112,7 @@ class Transformer:
     def logits(self, params: Params, x_RD: jax.Array) -> jax.Array:
         """Float32 `[R, V]` of some rows' hidden states."""
         model = self.model
-        normed_RD = rms_norm(x_RD, params["final_norm"], model.norm_eps)
+        normed_RD = self._norm(x_RD, params["final_norm"])
         table_VD = params["embed"] if model.tie_embeddings else params["head"]
         logits_RV = jax.lax.dot_general(
             normed_RD,
@@ -124,6 +124,9 @@ class Transformer:
         if model.logit_softcap:
             logits_RV = model.logit_softcap * jnp.tanh(logits_RV / model.logit_softcap)
         return logits_RV
+
+    def _norm(self, x: jax.Array, weight: jax.Array) -> jax.Array:
+        return rms_norm(x, weight, self.model.norm_eps, exact_order=self.config.deterministic)
 
     def _run_segment(
         self,
@@ -169,13 +172,13 @@ class Transformer:
     ) -> tuple[jax.Array, Cache]:
         """Attention and feed-forward, each with its norms and residual sum."""
         model = self.model
-        normed_TD = rms_norm(x_TD, layer.small("attn_norm"), model.norm_eps)
+        normed_TD = self._norm(x_TD, layer.small("attn_norm"))
         rope = ropes[_rope_kind(kind)]
         mixed_TD, cache = self._attention(kind, layer, group, index, normed_TD, cache, rows, rope, single)
         if model.post_norms:
-            mixed_TD = rms_norm(mixed_TD, layer.small("post_attn_norm"), model.norm_eps)
+            mixed_TD = self._norm(mixed_TD, layer.small("post_attn_norm"))
         x_TD = x_TD + mixed_TD
-        normed_TD = rms_norm(x_TD, layer.small("mlp_norm"), model.norm_eps)
+        normed_TD = self._norm(x_TD, layer.small("mlp_norm"))
         if kind.experts:
             gate_up, down = (layer.experts(name) for name in EXPERT_NAMES)
             out_TD = expert_mlp(
@@ -193,7 +196,7 @@ class Transformer:
             gate_up_T2F = layer.linear("gate_up", normed_TD)
             out_TD = layer.linear("down", swiglu(gate_up_T2F, model.activation))
         if model.post_norms:
-            out_TD = rms_norm(out_TD, layer.small("post_mlp_norm"), model.norm_eps)
+            out_TD = self._norm(out_TD, layer.small("post_mlp_norm"))
         return x_TD + out_TD, cache
 
     def _attention(
@@ -215,8 +218,8 @@ class Transformer:
         q_THh = qkv[:, :, :-2].reshape(num_rows, model.num_heads, model.head_size)
         k_TKh, v_TKh = qkv[:, :, -2], qkv[:, :, -1]
         if model.qk_norm:
-            q_THh = rms_norm(q_THh, layer.small("q_norm"), model.norm_eps)
-            k_TKh = rms_norm(k_TKh, layer.small("k_norm"), model.norm_eps)
+            q_THh = self._norm(q_THh, layer.small("q_norm"))
+            k_TKh = self._norm(k_TKh, layer.small("k_norm"))
         q_THh, k_TKh = apply_rope(q_THh, *rope), apply_rope(k_TKh, *rope)
         mixed_THh, updated = write_and_attend(
             q_THh,

@@ -7,16 +7,28 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from jaxserve.engine.engine import DeviceEngine
 from jaxserve.loop import HostLoop
 from jaxserve.outputs import RequestOutput
-from jaxserve.plan import EngineLimits, SamplingParams, SlotLoad, StepEngine, StepHandle, StepPlan, StepResult
+from jaxserve.plan import (
+    EngineLimits,
+    IntArray,
+    SamplingParams,
+    SlotLoad,
+    StepEngine,
+    StepHandle,
+    StepPlan,
+    StepResult,
+)
+from jaxserve.scheduling import CacheIdentity
 from tests.engine.models import serve, small_engine
 from tests.oracle.tiny_models import write_tiny_model
 
 NUM_REQUESTS = 32
+IDENTITY = CacheIdentity(model="tiny", kv_format="float32")
 
 Requests = list[tuple[list[int], SamplingParams]]
 
@@ -50,6 +62,33 @@ def test_a_pool_too_small_answers_the_same_after_preemptions(
     outputs = serve(loop, mixed_requests(engine.limits.vocab_size))
     assert sum(output.metrics.num_preemptions for output in outputs) > 0
     assert_same(outputs, alone)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_warm_cache_answers_as_a_cold_one(
+    engine: DeviceEngine, alone: list[RequestOutput], overlap: bool
+) -> None:
+    loop = HostLoop(engine, overlap=overlap, max_chunk=64, cache=IDENTITY)
+    requests = mixed_requests(engine.limits.vocab_size)
+    for warm in (False, True):
+        outputs = serve(loop, requests)
+        assert_same(outputs, alone)
+        for (prompt, params), output in zip(requests, outputs, strict=True):
+            if params.prompt_logprobs is not None:
+                assert output.num_cached_tokens == 0, "each of its rows owes a log-probability"
+            assert output.num_cached_tokens < len(prompt)
+        assert not warm or sum(output.num_cached_tokens >= 16 for output in outputs) > 3
+
+
+def test_a_warm_cache_in_a_pool_too_small_answers_the_same(
+    engine: DeviceEngine, alone: list[RequestOutput]
+) -> None:
+    loop = HostLoop(SmallPool(engine, num_pages=13), max_chunk=64, cache=IDENTITY)
+    requests = mixed_requests(engine.limits.vocab_size)
+    outputs = serve(loop, requests) + serve(loop, requests)
+    assert sum(output.metrics.num_preemptions for output in outputs) > 0
+    assert sum(output.num_cached_tokens for output in outputs) > 0
+    assert_same(outputs, alone + alone)
 
 
 def test_nothing_was_compiled_after_ready(engine: DeviceEngine, alone: list[RequestOutput]) -> None:
@@ -129,6 +168,9 @@ class SmallPool:
     def load_slot(self, load: SlotLoad) -> None:
         self._engine.load_slot(load)
 
+    def load_masks(self, slots: IntArray, masks: npt.NDArray[np.uint32]) -> None:
+        self._engine.load_masks(slots, masks)
+
     def dispatch(self, plan: StepPlan) -> StepHandle:
         return self._engine.dispatch(plan)
 
@@ -159,6 +201,15 @@ def test_shape_invariant_numerics_are_bitwise_equal(invariant: DeviceEngine) -> 
     )
     requests = [(rng.integers(3, vocab, length).tolist(), params) for length in (1, 7, 16, 33, 50, 90)]
     expected = serve(HostLoop(invariant, overlap=False, max_chunk=64), requests, together=False)
+    # Scoring a prompt cuts it to the logit rows of a step: only the others fill the largest shape.
+    reading = [(prompt, dataclasses.replace(params, prompt_logprobs=None)) for prompt, params in requests]
+    warm = HostLoop(invariant, max_chunk=64, cache=IDENTITY)
+    for loop, num_rounds in ((warm, 2), (HostLoop(invariant, max_chunk=16), 1)):
+        for _ in range(num_rounds):
+            outputs = serve(loop, reading)
+            for ours, theirs in zip(outputs, expected, strict=True):
+                assert ours.outputs[0].logprobs == theirs.outputs[0].logprobs
+        assert (outputs[-1].num_cached_tokens == 89) == (loop is warm)
     for max_chunk in (16, 5, 64):
         outputs = serve(HostLoop(invariant, max_chunk=max_chunk), requests)
         for ours, theirs in zip(outputs, expected, strict=True):
