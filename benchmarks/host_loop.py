@@ -47,6 +47,9 @@ class TimedEngine:
     def load_slot(self, load: SlotLoad) -> None:
         pass
 
+    def load_masks(self, slots: np.ndarray, masks: np.ndarray) -> None:
+        pass
+
     def dispatch(self, plan: StepPlan) -> StepHandle:
         now = time.perf_counter()
         self.idle_seconds += max(0.0, now - self._busy_until)

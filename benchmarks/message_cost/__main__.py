@@ -1,8 +1,9 @@
 """What does a streamed message cost, at each door? `python -m benchmarks.message_cost`
 
-The product's doors, service and host loop over an engine that computes nothing, against a bare asyncio gRPC
-server that sends messages of the same size, in turn within the same run. The engine speaks as fast as the
-bare server sends, or several times as fast, when doors that lag put more tokens into a message.
+The product's doors, service and host loop over an engine that computes nothing, against bare asyncio servers
+that send messages of the same size, in turn within the same run: one of gRPC, and one that writes to plain
+connections, which is what HTTP comes to without a protocol. The engine speaks as fast as the bare gRPC server
+sends, or several times as fast: doors that lag put more tokens into a message.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from benchmarks.message_cost import clients
 from benchmarks.message_cost.clients import Client, Streams
 from benchmarks.message_cost.server import MAX_SLOTS
 
-BARE = "bare gRPC"
+BARE, PLAIN = "bare gRPC", "bare TCP"
 
 
 class Server:
@@ -57,7 +58,7 @@ class Figures:
 
     tokens_per_second: float
     messages_per_second: float
-    cpu_us_per_token: float
+    cpu_us_per_message: float
     """Processor time of the whole server process, its host loop included."""
     bytes_per_message: float
 
@@ -73,7 +74,7 @@ def measure(server: Server, client: Client, streams: Streams, step_seconds: floa
     return Figures(
         tokens_per_second=counted.num_tokens / counted.seconds,
         messages_per_second=counted.num_messages / counted.seconds,
-        cpu_us_per_token=cpu_seconds / counted.num_tokens * 1e6,
+        cpu_us_per_message=cpu_seconds / counted.num_messages * 1e6,
         bytes_per_message=counted.num_bytes / counted.num_messages,
     )
 
@@ -90,19 +91,24 @@ def running(kind: str) -> Iterator[Server]:
 def compare(
     bare: Server, doors: Server, streams: Streams, offered: float, num_rounds: int
 ) -> dict[str, list[Figures]]:
-    """Each contender once in every round; the engine speaks `offered` times as fast as the bare server."""
+    """Each contender once in every round; the engine speaks `offered` times as fast as bare gRPC."""
     grpc_address, url = doors.addresses
     contenders: dict[str, Client] = {
         "native gRPC": functools.partial(clients.count_native, grpc_address),
         "VllmEngine": functools.partial(clients.count_vllm, grpc_address),
         "HTTP chat": functools.partial(clients.count_http, url),
     }
-    found: dict[str, list[Figures]] = {name: [] for name in (BARE, *contenders)}
-    size = round(measure(doors, contenders["native gRPC"], streams, 0.0).bytes_per_message)
+    trial = Streams(streams.num_streams, 50)
+    sizes = {
+        name: measure(doors, client, trial, 0.02).bytes_per_message for name, client in contenders.items()
+    }
+    count_bare = functools.partial(clients.count_bare, bare.addresses[0], round(sizes["native gRPC"]))
+    count_plain = functools.partial(clients.count_plain, bare.addresses[1], round(sizes["HTTP chat"]))
+    found: dict[str, list[Figures]] = {name: [] for name in (BARE, PLAIN, *contenders)}
     for _ in range(num_rounds):
-        count_bare = functools.partial(clients.count_bare, bare.addresses[0], size)
         reference = measure(bare, count_bare, streams, 0.0)
         found[BARE].append(reference)
+        found[PLAIN].append(measure(bare, count_plain, streams, 0.0))
         step_seconds = streams.num_streams / (offered * reference.messages_per_second)
         for name, client in contenders.items():
             found[name].append(measure(doors, client, streams, step_seconds))
@@ -117,7 +123,7 @@ def best(rounds: list[Figures]) -> Figures:
 def print_table(found: dict[str, list[Figures]], offered: float) -> None:
     reference = best(found[BARE])
     print(f"\noffered: {offered:g} times what the bare server sends")
-    heads = ("tokens/s", "messages/s", "bare/ours", "tokens/message", "CPU us/token", "bytes/message")
+    heads = ("tokens/s", "messages/s", "bare/ours", "tokens/message", "CPU us/message", "bytes/message")
     print(f"{'':<13}" + "".join(f"{head:>16}" for head in heads))
     for name, rounds in found.items():
         one = best(rounds)
@@ -127,7 +133,7 @@ def print_table(found: dict[str, list[Figures]], offered: float) -> None:
             f"{one.messages_per_second:.0f}",
             f"{ratio:.2f}",
             f"{one.tokens_per_message:.2f}",
-            f"{min(each.cpu_us_per_token for each in rounds):.1f}",
+            f"{min(each.cpu_us_per_message for each in rounds):.1f}",
             f"{one.bytes_per_message:.0f}",
         )
         print(f"{name:<13}" + "".join(f"{cell:>16}" for cell in cells))

@@ -87,29 +87,38 @@ async def count_vllm(address: str, streams: Streams) -> Counted:
     )
 
 
+async def count_plain(url: str, size: int, streams: Streams) -> Counted:
+    """Lines over bare connections."""
+    return await _count_connections(url, b"%d %d\n" % (streams.num_tokens, size), b"\n", streams)
+
+
 async def count_http(url: str, streams: Streams) -> Counted:
     """Server-sent events of a chat, over a connection for each stream."""
-    body = json.dumps(
-        {
-            "model": "word",
-            "messages": [{"role": "user", "content": PROMPT}],
-            "temperature": 0,
-            "max_tokens": streams.num_tokens,
-            "stream": True,
-        }
-    ).encode()
-    address = urlsplit(url)
+    asked = {
+        "model": "word",
+        "messages": [{"role": "user", "content": PROMPT}],
+        "temperature": 0,
+        "max_tokens": streams.num_tokens,
+        "stream": True,
+    }
+    body = json.dumps(asked)
     head = (
-        f"POST /v1/chat/completions HTTP/1.1\r\nHost: {address.netloc}\r\nConnection: close\r\n"
+        f"POST /v1/chat/completions HTTP/1.1\r\nHost: {urlsplit(url).netloc}\r\nConnection: close\r\n"
         f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     )
+    return await _count_connections(url, (head + body).encode(), b"data: ", streams)
+
+
+async def _count_connections(url: str, request: bytes, mark: bytes, streams: Streams) -> Counted:
+    """`mark`: what every message has once."""
+    address = urlsplit(url)
 
     async def count_one() -> Count:
         reader, writer = await asyncio.open_connection(address.hostname, address.port)
-        writer.write(head.encode() + body)
+        writer.write(request)
         messages = num_bytes = 0
         while data := await reader.read(65536):
-            messages += data.count(b"data: ")
+            messages += data.count(mark)
             num_bytes += len(data)
         writer.close()
         return messages, num_bytes

@@ -77,6 +77,17 @@ async def speak(request: bytes, context: grpc.aio.ServicerContext) -> AsyncItera
         yield message
 
 
+async def speak_plainly(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """The same over a connection that has nothing else on it, one system call for each message."""
+    num_messages, size = map(int, (await reader.readline()).split())
+    message = b"x" * (size - 1) + b"\n"
+    for _ in range(num_messages):
+        writer.write(message)
+        await asyncio.sleep(0)
+        await writer.drain()
+    writer.close()
+
+
 async def serve_bare() -> None:
     server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
     service, method = BARE_METHOD.removeprefix("/").split("/")
@@ -84,8 +95,11 @@ async def serve_bare() -> None:
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    await answer([f"127.0.0.1:{port}"], lambda seconds: None)
+    plain = await asyncio.start_server(speak_plainly, "127.0.0.1", 0)
+    addresses = [f"127.0.0.1:{port}", f"http://127.0.0.1:{plain.sockets[0].getsockname()[1]}"]
+    await answer(addresses, lambda seconds: None)
     await server.stop(None)
+    plain.close()
 
 
 async def serve_doors() -> None:
