@@ -61,7 +61,7 @@ class RunningPages:
         if grown:
             granted = self.grants.setdefault(slot, [])
             granted += [(group, slot, index, page) for group, index, page in grown]
-            self._table.follow_pages(request)
+            self._table.follow_growth(request)
 
     def pass_window(self, request: Request) -> None:
         """Give back what lies behind the windows of the request's next token."""

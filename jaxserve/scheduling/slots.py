@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -84,6 +86,11 @@ class SlotTable:
         """The running requests, in the same order."""
         return [self.at(slot) for slot in self.order.tolist()]
 
+    def requests_at(self, slots: IntArray) -> list[Request]:
+        """The requests in taken slots."""
+        requests: Any = self.requests
+        return list(map(requests.__getitem__, slots.tolist()))
+
     def at(self, slot: int) -> Request:
         """The request in a taken slot."""
         request = self.requests[slot]
@@ -132,9 +139,13 @@ class SlotTable:
         self._free.append(slot)
         self._order = None
 
-    def follow_pages(self, request: Request) -> None:
-        """The request's page table has changed."""
+    def follow_growth(self, request: Request) -> None:
+        """The request's page table has grown."""
         self.capacity[request.slot] = request.table.num_spanned * self._page_size
+
+    def follow_pages(self, request: Request) -> None:
+        """The request's page table has changed in other ways."""
+        self.follow_growth(request)
         self.next_pass[request.slot] = request.table.next_pass
 
     def check_integrity(self) -> None:

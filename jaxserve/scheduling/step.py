@@ -148,7 +148,7 @@ class StepBuilder:
             tuple(self._admitted),
             sampling,
             table.serial[sampling],
-            [table.at(slot) for slot in sampling.tolist()],
+            table.requests_at(sampling),
             row_ends[samples] - 1,
             table.account[sampling],
             scored,
