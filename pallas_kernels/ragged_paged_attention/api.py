@@ -6,12 +6,12 @@ import jax
 
 from pallas_kernels.dispatch import Implementation, Target, choose
 from pallas_kernels.page_layout import PageLayout
-from pallas_kernels.ragged_paged_attention import tpu
 from pallas_kernels.ragged_paged_attention.params import AttentionParams
 from pallas_kernels.ragged_paged_attention.reference import attend_reference
+from pallas_kernels.ragged_paged_attention.tpu import attend_tpu, obstacle
 
 IMPLEMENTATIONS = (
-    Implementation("tpu", "tpu", tpu.attend_tpu, tpu.obstacle),
+    Implementation("tpu", "tpu", attend_tpu, obstacle),
     Implementation("reference", None, attend_reference),
 )
 

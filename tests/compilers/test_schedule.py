@@ -1,0 +1,36 @@
+"""The schedules of the attention kernels keep to what they were built for, JAX's own kernel beside them."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+
+from benchmarks.tpu_schedule import Measured, measure_apart
+
+pytestmark = [
+    pytest.mark.compilers,
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu is not installed"),
+]
+
+
+@pytest.mark.parametrize("chip", ["v5e", "v5p", "v6e"])
+def test_decoding_waits_for_memory_and_not_for_instructions(chip: str) -> None:
+    measured = measure_apart(chip, "decode 8:1 h128")
+    assert measured.hbm_ratio < 0.75
+    assert measured.spills == measured.fills == 0
+    assert measured.bundles < measure_apart(chip, "decode 8:1 h128 peer").bundles
+
+
+@pytest.mark.parametrize("chip", ["v5e", "v6e"])
+def test_prefill_keeps_the_matrix_units_busy(chip: str) -> None:
+    measured, peer = (measure_apart(chip, f"prefill 8:1 h128{suffix}") for suffix in ("", " peer"))
+    assert measured.mxu_share > 0.6
+    assert operations_a_bundle(measured) > operations_a_bundle(peer)
+    assert measured.spills / measured.bundles < 0.2 < peer.spills / peer.bundles
+
+
+def operations_a_bundle(measured: Measured) -> float:
+    return measured.operations / measured.bundles
