@@ -25,6 +25,8 @@ FORBIDDEN = {
         "jaxserve.text",
         "jaxserve.loop",
     ),
+    "jaxserve/planning": ("jax", "jaxserve.engine", "jaxserve.text"),
+    "jaxserve/structured": ("jax", "jaxserve.engine", "jaxserve.scheduling", "jaxserve.loop"),
     "jaxserve/engine": ("jaxserve.scheduling", "jaxserve.loop", "jaxserve.text"),
     "jaxserve/model": ("jaxserve.engine", "jaxserve.scheduling", "jaxserve.weights", "jaxserve.text"),
     "jaxserve/weights": ("jax", "jaxserve.engine", "jaxserve.scheduling", "jaxserve.text"),
