@@ -15,8 +15,9 @@ SUBLANES = 8
 FEW_TILE = 32
 """Rows of a decode-shaped tile up to which its softmax hides behind the fetch of its pages."""
 MAX_FEW_ROWS = 8
-BLOCK_BYTES = 512 << 10
-"""Of pages under way together: enough to hide HBM's latency, with two such blocks in flight."""
+FEW_BLOCK_BYTES, CHUNK_BLOCK_BYTES = 1 << 20, 2 << 20
+"""Of pages that are fetched and reduced together. Two blocks in flight hide HBM's latency from 512 KiB on;
+beyond that a block is as large as makes its iteration long."""
 FEW_SCORES = 8 << 10
 """Scores of a block in a decode-shaped tile: an eighth of the vector registers."""
 CHUNK_BLOCK_TOKENS = 512
@@ -161,10 +162,10 @@ def _sinks(sinks_H: jax.Array | None, layout: PageLayout, num_rows: int) -> jax.
     return jnp.tile(sinks_KG, (1, -(-num_rows // sinks_KG.shape[1])))[:, :num_rows]
 
 
-def _pages_per_block(layout: PageLayout, table_pages: int, max_tokens: int) -> int:
-    """Pages of whole rows of 128 positions: up to so many tokens, to what a table holds, to BLOCK_BYTES."""
+def _pages_per_block(layout: PageLayout, table_pages: int, max_tokens: int, max_bytes: int) -> int:
+    """Pages of whole rows of 128 positions: so many tokens and bytes, and what a table holds, at the most."""
     page_bytes = layout.rows * LANES * jnp.dtype(layout.storage).itemsize
-    tokens = min(max_tokens, table_pages * layout.page_size, BLOCK_BYTES // page_bytes * layout.page_size)
+    tokens = min(max_tokens, table_pages * layout.page_size, max_bytes // page_bytes * layout.page_size)
     step = max(LANES, layout.page_size)
     return max(step, tokens // step * step) // layout.page_size
 
@@ -177,7 +178,7 @@ def choose_few_sizes(
     most = max(1, min(MAX_TABLE_BYTES // 2 // (table_pages * 4), MAX_STEP_BYTES // query_bytes))
     most = min(most, -(-num_sequences // target.num_cores))
     per_step = max(d for d in range(1, most + 1) if num_sequences % d == 0)
-    return FewSizes(_pages_per_block(layout, table_pages, FEW_SCORES // tile_rows), 3, per_step)
+    return FewSizes(_pages_per_block(layout, table_pages, FEW_SCORES // tile_rows, FEW_BLOCK_BYTES), 3, per_step)
 
 
 def choose_chunk_sizes(
@@ -192,7 +193,7 @@ def choose_chunk_sizes(
     return ChunkSizes(
         query_rows=rows,
         rows_at_once=_at_once(rows * queries_per_kv),
-        pages_per_block=_pages_per_block(layout, table_pages, CHUNK_BLOCK_TOKENS),
+        pages_per_block=_pages_per_block(layout, table_pages, CHUNK_BLOCK_TOKENS, CHUNK_BLOCK_BYTES),
         num_buffers=3,
         num_cores=target.num_cores,
     )
