@@ -1,0 +1,1 @@
+"""How does a server do under load? `python -m benchmarks.serving`"""
