@@ -29,7 +29,7 @@ from jaxserve.scheduling.prefix_tree_nodes import Node
 RecomputeCost = Callable[[int, int], float]
 """(start, num_tokens) -> milliseconds to compute so many tokens from position `start` on."""
 
-COST_CREDIT = 0.1
+COST_CREDIT = 0.05
 USE_CREDIT = 0.5
 _AGE_MEMORY = 0.998
 """Weight of the past in the measured reuse age, for each reuse."""
