@@ -140,7 +140,8 @@ def table_line(measured: Measured) -> str:
     )
     return (
         f"{measured.chip:5} {measured.shape:23} {measured.compile_seconds:5.1f} s "
-        f"{measured.bundles_listed:7} {measured.bundles:9} {measured.mxu_share:9.0%} {measured.spills:6}/{measured.fills:<6} {time_text}"
+        f"{measured.bundles_listed:7} {measured.bundles:9} {measured.mxu_share:9.0%} "
+        f"{measured.spills:6}/{measured.fills:<6} {time_text}"
     )
 
 

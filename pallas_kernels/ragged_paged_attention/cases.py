@@ -43,7 +43,13 @@ class AttentionCase:
         return self.num_kv_heads * self.queries_per_kv
 
     def params(self, **changes: bool) -> AttentionParams:
-        return AttentionParams(self.head_size**-0.5, window=self.window, softcap=self.softcap, **changes)
+        return AttentionParams(
+            self.head_size**-0.5,
+            window=self.window,
+            softcap=self.softcap,
+            context_block=max(128, self.page_size),
+            **changes,
+        )
 
     def layout(self) -> PageLayout:
         """A pool of two thirds more pages than the sequences need."""

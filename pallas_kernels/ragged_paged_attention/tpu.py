@@ -178,7 +178,9 @@ def choose_few_sizes(
     most = max(1, min(MAX_TABLE_BYTES // 2 // (table_pages * 4), MAX_STEP_BYTES // query_bytes))
     most = min(most, -(-num_sequences // target.num_cores))
     per_step = max(d for d in range(1, most + 1) if num_sequences % d == 0)
-    return FewSizes(_pages_per_block(layout, table_pages, FEW_SCORES // tile_rows, FEW_BLOCK_BYTES), 3, per_step)
+    return FewSizes(
+        _pages_per_block(layout, table_pages, FEW_SCORES // tile_rows, FEW_BLOCK_BYTES), 3, per_step
+    )
 
 
 def choose_chunk_sizes(
