@@ -23,7 +23,7 @@ from jaxserve.scheduling.prefix_tree import PrefixTree
 from jaxserve.scheduling.prefix_tree_keys import CacheDomain, CacheScope
 from jaxserve.scheduling.prefix_tree_match import PrefixQuery
 
-POOL_SIZES = (500, 1_000, 2_000, 3_500, 5_000, 7_000, 10_000, 14_000, 20_000, 30_000, 50_000, 70_000, 100_000)
+POOL_SIZES = (500, 700, 1_000, 2_000, 3_500, 5_000, 7_000, 10_000, 14_000, 20_000, 30_000, 50_000, 100_000)
 PAIR_SHARES = (0.0, 0.017, 0.05, 0.1)
 """Cost of attending to 512 tokens beside that of everything else, for one token; 0.017 is a model of 8B."""
 TOKEN_MILLISECONDS = 0.05
@@ -185,11 +185,11 @@ def main() -> None:
     hits = replay_tree(prompts, total, page_cost(0.0)).statistics.hit_tokens
     print(f"{len(prompts)} prompts, {total} pages; unbounded: {hits} hits, the ideal is {ideal}")
     print("prefill seconds saved by the tree / by plain LRU, for each cost of attention")
-    print(f"{'pages':>9}" + "".join(f"{share:>24}" for share in args.pair_shares))
+    print(f"{'pages':>9}" + "".join(f"{share:>25}" for share in args.pair_shares))
     columns = [compare(prompts, args.pools, share) for share in args.pair_shares]
     for rows in zip(*columns, strict=True):
-        cells = (f"{ours / 1e3:9.1f} {lru / 1e3:9.1f} {ours / lru:.3f}" for _, ours, lru in rows)
-        print(f"{rows[0][0]:>9}" + "".join(f"{cell:>24}" for cell in cells), flush=True)
+        cells = (f"{ours / 1e3:9.1f} {lru / 1e3:9.1f} {ours / lru:.4f}" for _, ours, lru in rows)
+        print(f"{rows[0][0]:>9}" + "".join(f"{cell:>25}" for cell in cells), flush=True)
     print(f"{'page size':>9}{'insert':>8}{'match':>8}{'close':>8}{'evict':>8}  microseconds a page")
     for page_size in (16, 64):
         print(f"{page_size:>9}" + "".join(f"{each:8.2f}" for each in host_microseconds(page_size)))
