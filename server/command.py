@@ -48,8 +48,11 @@ of several precisions of it; the first answers those that name none. The ports a
 SIGTERM or Ctrl-C lets running requests end; a second one does not."""
 _ORIGIN_HELP = "web origin whose pages may ask over HTTP, * for all; may be repeated (default: none)"
 _ROUTE_HELP = """another model, or the same one otherwise, as chat=smollm2-135m,fallback=chat-int8: KEY is
-dtype, kv, kv_memory, slots, max_model_len, max_chunk, deterministic, max_waiting, generation_config or
-fallback, the route that answers what this one has no room for; may be repeated"""
+dtype, kv, kv_memory, slots, max_model_len, max_chunk, deterministic, policy, max_waiting, prefix_cache,
+generation_config or fallback, the route that answers what this one has no room for; may be repeated"""
+
+_POLICY_HELP = """scheduler policy, a .toml or .json file: priority classes with their shares, floors, targets
+and queue limits, quotas of tenants, the budget of retries (default: interactive, default and batch)"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +118,19 @@ class Serve:
         )
         add("--tokens", type=Path, metavar="FILE", help="let in bearer tokens: lines of TENANT TOKEN")
         add("--num-slots", type=int, metavar="N", help="sequences that run at once (default: by machine)")
-        add("--max-waiting", type=int, default=1024, metavar="N", help="longest queue (default %(default)s)")
+        add("--policy", type=Path, metavar="FILE", help=_POLICY_HELP)
+        add(
+            "--max-waiting",
+            type=int,
+            metavar="N",
+            help="requests of all classes that may wait (default: as the policy says, class by class)",
+        )
+        add(
+            "--no-prefix-cache",
+            dest="prefix_cache",
+            action="store_false",
+            help="compute every prompt anew, also where an earlier one began alike",
+        )
         add(
             "--generation-config",
             choices=["auto", "none"],
@@ -147,12 +162,14 @@ class Serve:
 
 def read_route_arguments(args: argparse.Namespace) -> list[RouteArguments]:
     """Every route that the arguments declare. Raises ValueError for one that is malformed."""
-    if args.max_waiting < 0:
+    if args.max_waiting is not None and args.max_waiting < 0:
         raise ValueError(f"--max-waiting {args.max_waiting} is negative")
     common = RouteArguments(
         name="common",
         model="",
         max_waiting=args.max_waiting,
+        policy_file=args.policy,
+        prefix_cache=args.prefix_cache,
         generation_config=args.generation_config,
         settings=dict(read_engine_settings(args, num_slots=args.num_slots)),
     )

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from server.core import ModelIdentity, Service, identify
 from server.core.statistics import StatisticsOptions
+from server.core.telemetry.goodput import class_targets
 from server.route_arguments import RouteArguments, model_name
 
 if TYPE_CHECKING:
     from jaxserve.config import EngineConfig
     from jaxserve.opened_model import OpenedModel
+    from jaxserve.scheduling import SchedulerPolicy
 
 
 class ModelLoader:
@@ -25,7 +27,9 @@ class ModelLoader:
     def __init__(
         self, routes: Sequence[RouteArguments], statistics: StatisticsOptions, *, progress: bool
     ) -> None:
+        """Raises ValueError for a policy that contradicts itself, OSError for a file that is not there."""
         self._routes = routes
+        self._policies = [route.read_policy() for route in routes]
         self._statistics = replace(statistics, compiles_after_ready=self.compiles_after_ready)
         self._compiles_when_ready: int | None = None
         self._progress = progress
@@ -65,25 +69,36 @@ class ModelLoader:
         for route in self._routes:
             if route.model not in opened:
                 opened[route.model] = open_model(route.model, progress=self._progress)
-        for route, chosen in zip(self._routes, options, strict=True):
+        for route, policy, chosen in zip(self._routes, self._policies, options, strict=True):
             model = opened[route.model]
             defaults = model.sampling_defaults if route.generation_config == "auto" else {}
             device = model.build_engine(chosen, progress=self._progress)
             identity = identify(route.name, model_name(route.model), model, device.config, platform)
-            self.lines += describe(identity, device.config, route.fallback, defaults)
+            self.lines += describe(identity, device.config, route, policy, defaults)
+            cache = model.cache_identity(device) if route.prefix_cache else None
+            loop = make_loop(device, model.tokenizer, cache=cache, policy=policy, gated=True)
             yield Service(
                 identity,
                 model.tokenizer,
-                Engine(make_loop(device, model.tokenizer)),
-                max_waiting=route.max_waiting,
+                Engine(loop),
                 sampling_defaults=defaults,
-                statistics=self._statistics,
+                statistics=self._statistics_of(policy),
             )
         self._compiles_when_ready = compile_counter().count
 
+    def _statistics_of(self, policy: SchedulerPolicy) -> StatisticsOptions:
+        """A class is held to what its policy aims at, unless the operator promises otherwise."""
+        if not self._statistics.class_targets:
+            return self._statistics
+        return replace(self._statistics, class_targets=class_targets(policy.classes))
+
 
 def describe(
-    identity: ModelIdentity, config: EngineConfig, fallback: str | None, sampling_defaults: Mapping[str, Any]
+    identity: ModelIdentity,
+    config: EngineConfig,
+    route: RouteArguments,
+    policy: SchedulerPolicy,
+    sampling_defaults: Mapping[str, Any],
 ) -> list[str]:
     """What was chosen for a model, a line for each thing."""
     cache = config.cache
@@ -93,13 +108,17 @@ def describe(
     )
     decode, chunk = (" ".join(map(str, rungs)) for rungs in (config.decode_rows, config.chunk_rows))
     own = "" if identity.model == identity.name else f" is {identity.model}"
-    overflow = "" if fallback is None else f", overflow to {fallback}"
+    overflow = "" if route.fallback is None else f", overflow to {route.fallback}"
+    source = "" if route.policy_file is None else f" ({route.policy_file})"
+    most = "" if policy.max_waiting is None else f", at most {policy.max_waiting} waiting"
     sampling = ", ".join(f"{name} {value}" for name, value in sorted(sampling_defaults.items()))
     parts = {
         "model": f"{identity.name}{own} ({identity.family}, {identity.fingerprint}){overflow}",
         "device": identity.device,
         "precision": f"{identity.precision}, KV pool in {identity.kv_format}",
         "pages": pages,
+        "prefixes": "reused within a tenant or a named namespace" if route.prefix_cache else "not reused",
+        "policy": f"{policy.order}: {', '.join(one.name for one in policy.classes)}{most}{source}",
         "slots": f"{config.num_slots} sequences of up to {config.max_model_len} tokens",
         "ladder": f"decode {decode}, chunk {chunk}",
         "sampling": f"{sampling} (generation_config.json)" if sampling else "the library's defaults",

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxserve.commands.options import parse_size
+
+if TYPE_CHECKING:
+    from jaxserve.scheduling import SchedulerPolicy
 
 MAX_NAME_LEN = 128
 """Characters of a route's name."""
@@ -24,8 +27,12 @@ class RouteArguments:
     """A catalogue name, a folder, a `.gguf` file or a hub id."""
     fallback: str | None = None
     """The route that takes its overflow."""
-    max_waiting: int
-    """Requests that may wait beyond those that run."""
+    max_waiting: int | None = None
+    """Requests of all classes that may wait for a slot, whatever the policy says."""
+    policy_file: Path | None = None
+    """A scheduler policy; None is the default one."""
+    prefix_cache: bool = True
+    """Whether prefixes are reused."""
     generation_config: str
     """"auto" takes the model's own defaults of sampling parameters, "none" the library's."""
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -36,8 +43,15 @@ class RouteArguments:
             raise ValueError(
                 f"route name {self.name!r}: expected 1 to {MAX_NAME_LEN} printable characters, no comma"
             )
-        if self.max_waiting < 0:
+        if self.max_waiting is not None and self.max_waiting < 0:
             raise ValueError(f"route {self.name!r}: max_waiting {self.max_waiting} is negative")
+
+    def read_policy(self) -> SchedulerPolicy:
+        """The policy in force. Raises ValueError for a file that is none, OSError for a missing one."""
+        from jaxserve.scheduling import DEFAULT_POLICY, SchedulerPolicy
+
+        policy = DEFAULT_POLICY if self.policy_file is None else SchedulerPolicy.read(self.policy_file)
+        return policy if self.max_waiting is None else replace(policy, max_waiting=self.max_waiting)
 
 
 def model_name(argument: str) -> str:
@@ -101,7 +115,7 @@ def _replaced(common: RouteArguments, **given: Any) -> RouteArguments:
     return RouteArguments(**own, settings={**common.settings, **given})
 
 
-_OWN = ("name", "model", "fallback", "max_waiting", "generation_config")
+_OWN = ("name", "model", "fallback", "max_waiting", "policy_file", "prefix_cache", "generation_config")
 
 
 def _whole(text: str) -> int:
@@ -142,6 +156,8 @@ _KEYS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "max_chunk": ("max_chunk", _whole),
     "deterministic": ("deterministic", _flag),
     "max_waiting": ("max_waiting", _whole),
+    "policy": ("policy_file", lambda text: Path(_name(text))),
+    "prefix_cache": ("prefix_cache", _flag),
     "generation_config": ("generation_config", _named("auto", "none")),
     "fallback": ("fallback", _name),
 }

@@ -61,6 +61,11 @@ class ServiceError(Exception):
         self.reason = reason
 
 
+def deadline_passed() -> ServiceError:
+    """What a client is told who does not want the answer any more."""
+    return ServiceError(Status.DEADLINE_EXCEEDED, "the deadline has passed before the answer's end")
+
+
 def engine_failed() -> ServiceError:
     """What clients are told when the engine has stopped; the log has the cause."""
     return ServiceError(Status.INTERNAL, "the engine has failed and serves nothing any more")

@@ -9,7 +9,7 @@ from types import TracebackType
 from jaxserve.async_engine import AnswerStream
 from jaxserve.loop import LoopStoppedError
 from jaxserve.outputs import AnswerDelta, RequestOutput
-from server.core.errors import ServiceError, Status, engine_failed
+from server.core.errors import ServiceError, Status, deadline_passed, engine_failed
 from server.core.requests import Choice, Receipt
 from server.core.telemetry.watch import StreamWatch
 
@@ -60,6 +60,7 @@ class Generation:
             failure = engine_failed()
             self.fail(failure)
             raise failure from error
+        self._end_if_expired(delta)
         self._raise_failure()
         self._pass(delta)
         return delta
@@ -71,6 +72,8 @@ class Generation:
         except StopAsyncIteration:
             return []
         for delta in self._stream.take_ready():
+            if self._end_if_expired(delta):
+                break
             self._pass(delta)
             deltas.append(delta)
         return deltas
@@ -105,6 +108,13 @@ class Generation:
     def _raise_failure(self) -> None:
         if self._failure is not None:
             raise self._failure
+
+    def _end_if_expired(self, delta: AnswerDelta) -> bool:
+        """Fail if the engine has ended a sample at the request's deadline, which ends them all."""
+        expired = delta.finish_reason == "expired"
+        if expired:
+            self.fail(deadline_passed())
+        return expired
 
     def _pass(self, delta: AnswerDelta) -> None:
         self._watch.take(delta)

@@ -5,17 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from jaxserve.outputs import RequestOutput
 from jaxserve.plan import SamplingParams
+from jaxserve.scheduling import ServiceTerms
 from jaxserve.text import Message
 from server.core.errors import ServiceError, Status
 
 DEFAULT_CLASS = "default"
 """The priority class of a request that names none."""
+CachePath = Literal["off", "cold", "warm"]
+"""Nothing was looked for, as there is no cache or the request wants none; nothing was found; some was."""
 MAX_NAME_LEN = 256
-"""Characters of a request id or a tenant's name."""
+"""Characters of a request id, of a tenant's name or of a namespace's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,14 +44,19 @@ class GenerateRequest:
     model: str | None = None
     """The route that is to answer; by default the server's first."""
     tenant: str = ""
-    """Whose request it is: for the record, and only the same tenant may abort it."""
+    """Whose request it is: shares, quotas and cached prefixes are a tenant's, and only it may abort it."""
     deadline: float | None = None
     """Seconds from now after which the answer is worth nothing."""
     priority: str = ""
-    """A priority class; there is one as yet, "default"."""
-    cache_namespace: str = ""
-    cache_read: bool = False
-    cache_write: bool = False
+    """A class of the policy; "" for "default"."""
+    is_retry: bool = False
+    """Its caller was refused before and tries again."""
+    cache_namespace: str | None = None
+    """Cached prefixes are shared with whoever names the same; None keeps them the tenant's own."""
+    cache_read: bool = True
+    """Whether it may start on pages that others computed."""
+    cache_write: bool = True
+    """Whether others may start on its pages."""
     fallback_route: str = ""
     """The one other route that may answer if the model's refuses, instead of those that the operator chose;
     the model's own name accepts no other."""
@@ -62,14 +70,31 @@ class GenerateRequest:
         """The class that it is served in."""
         return self.priority or DEFAULT_CLASS
 
+    def terms(self, arrival: float) -> ServiceTerms:
+        """What the scheduler is told of it, given when it came, in seconds of `time.monotonic`."""
+        return ServiceTerms(
+            tenant=self.tenant,
+            priority=self.priority_class,
+            deadline=None if self.deadline is None else arrival + self.deadline,
+            is_retry=self.is_retry,
+            namespace=self.cache_namespace,
+            cache_read=self.cache_read,
+            cache_write=self.cache_write,
+        )
+
     def check(self) -> None:
-        """Raise ServiceError for a request without one prompt, or for what this server cannot do yet."""
+        """Raise ServiceError for a request without one prompt, or on terms that make no sense."""
         text = self.text if self.token_ids is None else None
         if sum(prompt is not None for prompt in (text, self.token_ids, self.messages)) != 1:
             raise ServiceError(
                 Status.INVALID_ARGUMENT, "a request needs exactly one of text, token ids and messages"
             )
-        for name, value in (("request_id", self.request_id or ""), ("tenant", self.tenant)):
+        names = {
+            "request_id": self.request_id or "",
+            "tenant": self.tenant,
+            "cache namespace": self.cache_namespace or "",
+        }
+        for name, value in names.items():
             if len(value) > MAX_NAME_LEN:
                 raise ServiceError(
                     Status.INVALID_ARGUMENT,
@@ -81,15 +106,8 @@ class GenerateRequest:
             raise ServiceError(
                 Status.DEADLINE_EXCEEDED, f"the deadline, {self.deadline:.3f} s from now, has passed"
             )
-        if self.priority not in ("", "default"):
-            raise ServiceError(
-                Status.INVALID_ARGUMENT,
-                f"priority class {self.priority!r} is unknown; there is only 'default'",
-            )
-        if self.cache_namespace or self.cache_read or self.cache_write:
-            raise ServiceError(
-                Status.UNIMPLEMENTED, "this server reuses no prefix: a request can name no cache to use"
-            )
+        if self.cache_namespace == "":
+            raise ServiceError(Status.INVALID_ARGUMENT, "the cache namespace has no name")
 
     @property
     def names_token_ids(self) -> bool:
@@ -124,6 +142,13 @@ class Receipt:
     kv_format: str
     reused_tokens: int
     """Prompt tokens whose keys and values were found in a cache."""
+    cache_path: CachePath
+    """Where they were looked for, and whether there were any."""
+    cache_namespace: str
+    """The one that was named; "" for the tenant's own."""
+    tenant: str
+    priority_class: str
+    """The class that it was served in: a retry's may be another than it asked for."""
     decoding: str
     """"greedy" or "sampled"."""
     seed: int

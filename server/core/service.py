@@ -1,4 +1,4 @@
-"""One model as a service: admission, deadlines, draining, and the answers themselves."""
+"""One model as a service: deadlines, draining, and the answers themselves."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ import itertools
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxserve.async_engine import Engine
 from jaxserve.loop import LoopStoppedError
 from jaxserve.outputs import RequestOutput
 from jaxserve.plan import EngineLimits, SamplingParams
+from jaxserve.scheduling import CacheScope, KvSnapshot, OverloadError, ServiceTerms
 from jaxserve.text import Message, Tokenizer
-from jaxserve.version import __version__
-from server.core.admission import Admission
-from server.core.errors import ServiceError, Status, engine_failed
+from server.core.errors import ServiceError, Status, deadline_passed, engine_failed
 from server.core.generation import Generation
 from server.core.grammars import GrammarChecks
 from server.core.identity import ModelIdentity
+from server.core.receipts import make_receipt
 from server.core.requests import Choice, GenerateRequest, Receipt, RequestRecord
 from server.core.statistics import RateMeter, Statistics, StatisticsOptions
 from server.core.telemetry.watch import StreamWatch
@@ -33,6 +34,7 @@ _LEAST_TEXT_LIMIT = 1_000_000
 _LEAST_IDS_LIMIT = 100_000
 """Token ids that may be turned into text at once, which takes about a microsecond each."""
 _DRAIN_POLL = 0.01
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +70,6 @@ class Service:
         tokenizer: Tokenizer,
         engine: Engine,
         *,
-        max_waiting: int = 1024,
         sampling_defaults: Mapping[str, Any] | None = None,
         statistics: StatisticsOptions | None = None,
     ) -> None:
@@ -77,8 +78,7 @@ class Service:
         Args:
             identity: what is served.
             tokenizer: the one that the engine's loop streams text with.
-            engine: runs on its own thread.
-            max_waiting: requests that may wait beyond those that the slots hold.
+            engine: runs on its own thread; its gate, if it has one, says who is turned away.
             sampling_defaults: the model's own values of parameters that a request leaves out, by name.
             statistics: what is promised and counted; by default nothing is promised.
         """
@@ -91,7 +91,6 @@ class Service:
         self.started_at = time.monotonic()
         self.sampling_defaults = dict(sampling_defaults or {})
         self._grammars = GrammarChecks(engine.grammars)
-        self._admission = Admission(engine.limits.num_slots, max_waiting)
         self._meter = RateMeter()
         # A longer text is refused before time is spent on encoding it.
         longest_token = max(map(len, tokenizer.backend.get_vocab()))
@@ -118,9 +117,10 @@ class Service:
 
         `route_reason`: why it comes here, for the receipt.
 
-        Raises ServiceError: INVALID_ARGUMENT for what could never be served, RESOURCE_EXHAUSTED when too
-        much waits, UNAVAILABLE while draining, UNIMPLEMENTED for what this server does not have, INTERNAL
-        after a failure of the engine.
+        Raises ServiceError: INVALID_ARGUMENT for what could never be served, RESOURCE_EXHAUSTED when there
+        is no room for it or its deadline will be missed as things go, DEADLINE_EXCEEDED when that has
+        passed, UNAVAILABLE while draining, UNIMPLEMENTED for what this server does not have, INTERNAL after
+        a failure of the engine.
         """
         arrival = time.monotonic()
         choice = Choice(route=self.identity.name, reason=route_reason)
@@ -184,21 +184,16 @@ class Service:
                 )
         return self.tokenizer.decode(token_ids, skip_special_tokens)
 
-    def _receipt(self, output: RequestOutput, params: SamplingParams, choice: Choice) -> Receipt:
-        identity = self.identity
-        return Receipt(
-            route=choice.route,
-            route_reason=choice.reason,
-            model=identity.model,
-            model_fingerprint=identity.fingerprint,
-            tokenizer_fingerprint=identity.tokenizer_fingerprint,
-            precision=identity.precision,
-            kv_format=identity.kv_format,
-            reused_tokens=0,
-            decoding="greedy" if params.greedy else "sampled",
-            seed=output.seed,
-            engine_version=__version__,
-        )
+    async def clear_prefix_cache(self, scope: CacheScope | None = None) -> int:
+        """Forget what is cached, or what one tenant or namespace shares of it; return how many pages.
+
+        Open requests keep what they stand on. Raises ServiceError, INTERNAL, if the engine has failed.
+        """
+        return await _answer(self.engine.clear_prefix_cache, scope)
+
+    async def snapshot_prefixes(self) -> KvSnapshot:
+        """All that is cached. Raises as `clear_prefix_cache`."""
+        return await _answer(self.engine.snapshot_prefixes)
 
     def load(self) -> Load:
         """How busy the engine is."""
@@ -241,7 +236,8 @@ class Service:
     async def _admit(self, request: GenerateRequest, choice: Choice, arrival: float) -> Generation:
         self._check_open()
         request.check()
-        self._admission.admit(self.engine.num_open)
+        terms = request.terms(arrival)
+        request = replace(request, priority=self._class_name(terms))
         await self._grammars.check(request.params.grammar)
         token_ids = await self._encode(request)
         self._check_open()  # Encoding may have taken a while.
@@ -249,28 +245,31 @@ class Service:
         name = _scoped(request.tenant, request_id)
         try:
             request = replace(request, params=self._params(request, len(token_ids)))
-            stream = self.engine.submit(token_ids, request.params, name, prompt=request.text)
+            stream = self.engine.submit(token_ids, request.params, name, prompt=request.text, terms=terms)
         except ValueError as error:
             raise ServiceError(Status.INVALID_ARGUMENT, str(error)) from error
+        except OverloadError as error:
+            raise _overloaded(error, terms) from error
         except LoopStoppedError as error:
             raise engine_failed() from error
         watch = self.statistics.watch(arrival, request.params.n)
         timers: list[asyncio.TimerHandle] = []
+        reuses = self.engine.kv_events is not None
 
         def on_end(output: RequestOutput | None, error: ServiceError | None) -> Receipt | None:
             for timer in timers:
                 timer.cancel()
             self._open.pop(name, None)
-            self._admission.mark_end()
-            receipt = None if output is None else self._receipt(output, request.params, choice)
+            receipt = None if output is None else make_receipt(self.identity, request, output, choice, reuses)
             self._report(_record(request, request_id, len(token_ids), watch, output, error, receipt))
             return receipt
 
         generation = Generation(request_id, token_ids, choice, stream, watch, on_end)
         self._open[name] = generation
         if request.deadline is not None:
+            # The engine ends it too, between two steps; this holds also where a step takes long.
             remaining = request.deadline - (time.monotonic() - arrival)
-            expire = functools.partial(_expire, weakref.ref(generation), request.deadline)
+            expire = functools.partial(_expire, weakref.ref(generation))
             timers.append(asyncio.get_running_loop().call_later(remaining, expire))
         return generation
 
@@ -279,6 +278,13 @@ class Service:
             raise ServiceError(Status.UNAVAILABLE, "the server is shutting down and takes no new requests")
         if self.engine.failure is not None:
             raise engine_failed()
+
+    def _class_name(self, terms: ServiceTerms) -> str:
+        """The class that a request is served in. Raises ServiceError, naming those that there are."""
+        try:
+            return self.engine.policy.priority_class(terms).name
+        except ValueError as error:
+            raise ServiceError(Status.INVALID_ARGUMENT, str(error)) from error
 
     async def _encode(self, request: GenerateRequest) -> Sequence[int]:
         if request.token_ids is not None:
@@ -344,12 +350,26 @@ def _refusal(request: GenerateRequest, arrival: float, error: ServiceError) -> R
     )
 
 
-def _expire(reference: weakref.ref[Generation], seconds: float) -> None:
+def _overloaded(error: OverloadError, terms: ServiceTerms) -> ServiceError:
+    """What a client is told whom the gate turns away."""
+    if terms.deadline is not None and time.monotonic() >= terms.deadline:
+        return deadline_passed()
+    return ServiceError(Status.RESOURCE_EXHAUSTED, error.message, error.retry_after, reason=error.reason)
+
+
+async def _answer(ask: Callable[..., Future[_T]], *arguments: object) -> _T:
+    """What the engine's thread answers between two steps."""
+    try:
+        return await asyncio.wrap_future(ask(*arguments))
+    except LoopStoppedError as error:
+        raise engine_failed() from error
+
+
+def _expire(reference: weakref.ref[Generation]) -> None:
     """A deadline has passed."""
     generation = reference()
     if generation is not None:
-        message = f"the deadline of {seconds:.3f} s has passed"
-        generation.fail(ServiceError(Status.DEADLINE_EXCEEDED, message))
+        generation.fail(deadline_passed())
 
 
 def _scoped(tenant: str, request_id: str) -> str:

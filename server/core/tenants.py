@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 
+from jaxserve.scheduling import CacheScope
 from server.core.errors import ServiceError, Status
 
 
@@ -37,6 +38,11 @@ class Tenants:
         # Looked up by digest: how long a look-up takes tells nothing of a token.
         self._tenants = None if tokens is None else {_digest(token): name for token, name in tokens.items()}
 
+    @property
+    def asks_for_tokens(self) -> bool:
+        """Whether callers are told apart."""
+        return self._tenants is not None
+
     def authenticate(self, authorization: str) -> str:
         """The tenant of an `authorization` header, "" where no token is asked for.
 
@@ -60,6 +66,14 @@ class Tenants:
         if claimed not in ("", tenant):
             raise ServiceError(Status.INVALID_ARGUMENT, f"the bearer token is not tenant {claimed!r}'s")
         return tenant
+
+
+def flushed_scope(tenant: str, namespace: str = "") -> CacheScope | None:
+    """What of the prefix cache a caller may clear: the namespace that it names, or what is its own; None is
+    everything, for one who is no tenant in particular."""
+    if namespace:
+        return CacheScope("namespace", namespace)
+    return CacheScope("tenant", tenant) if tenant else None
 
 
 def _digest(token: str) -> bytes:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import grpc.aio
 
+from server.core.retries import PRIORITY_HEADER, is_marked_retry
 from server.core.tenants import Tenants
 from server.core.trace import TraceContext, read_trace
 
@@ -18,6 +19,10 @@ class Caller:
     seconds_left: float | None
     """Until the call's own deadline."""
     trace: TraceContext
+    priority: str
+    """The class that its metadata ask for, "" for none."""
+    is_retry: bool
+    """Whether its metadata say so."""
 
     def deadline(self, asked: float | None) -> float | None:
         """The earlier of the call's deadline and the one that the message asks for, in seconds."""
@@ -32,4 +37,6 @@ def identify_caller(context: grpc.aio.ServicerContext, tenants: Tenants, claimed
         tenant=tenants.tenant(metadata.get("authorization", ""), claimed_tenant),
         seconds_left=context.time_remaining(),
         trace=read_trace(metadata),
+        priority=metadata.get(PRIORITY_HEADER, ""),
+        is_retry=is_marked_retry(metadata),
     )

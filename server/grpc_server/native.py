@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from contextlib import nullcontext
 
 import grpc.aio
@@ -11,7 +10,7 @@ import grpc.aio
 from jaxserve.version import __version__
 from server.core import GenerateRequest, Routes, ServiceError, Status
 from server.core.telemetry.prometheus import Metrics
-from server.core.tenants import Tenants
+from server.core.tenants import Tenants, flushed_scope
 from server.grpc_server.caller import Caller, identify_caller
 from server.grpc_server.native_conversation import read_messages, read_variables
 from server.grpc_server.native_messages import (
@@ -20,6 +19,7 @@ from server.grpc_server.native_messages import (
     write_final,
     write_samples,
 )
+from server.grpc_server.native_reports import write_load, write_stats
 from server.grpc_server.status import GRPC_CODES, reports_errors
 from server.proto.jaxserve.v1 import engine_pb2 as pb
 from server.proto.jaxserve.v1 import engine_pb2_grpc
@@ -86,6 +86,7 @@ class NativeServicer(engine_pb2_grpc.EngineServicer):
                     code=GRPC_CODES[error.status].value[0],
                     message=error.message,
                     retry_after_seconds=error.retry_after,
+                    reason=error.reason or None,
                 ),
             )
 
@@ -160,42 +161,23 @@ class NativeServicer(engine_pb2_grpc.EngineServicer):
 
     @reports_errors
     async def GetLoad(self, request: pb.GetLoadRequest, context: _Context) -> pb.GetLoadResponse:
-        service = self._routes.service(request.model)
-        load = service.load()
-        return pb.GetLoadResponse(
-            running=load.num_running,
-            waiting=load.num_waiting,
-            slots=load.num_slots,
-            free_pages=load.num_free_pages,
-            pages=load.num_pages,
-            page_size=load.page_size,
-            kv_usage=load.kv_usage,
-            tokens_per_second=load.tokens_per_second,
-            draining=service.draining,
-        )
+        return write_load(self._routes.service(request.model))
 
     @reports_errors
     async def GetStats(self, request: pb.GetStatsRequest, context: _Context) -> pb.GetStatsResponse:
-        service = self._routes.service(request.model)
-        statistics = service.statistics
-        return pb.GetStatsResponse(
-            uptime_seconds=time.monotonic() - service.started_at,
-            admitted=statistics.num_admitted,
-            refused={status.value: count for status, count in statistics.num_refused.items()},
-            finished=statistics.num_finished,
-            failed={status.value: count for status, count in statistics.num_failed.items()},
-            prompt_tokens=statistics.num_prompt_tokens,
-            completion_tokens=statistics.num_completion_tokens,
-            preemptions=statistics.num_preemptions,
-            steps=service.engine.snapshot().num_steps,
-            metrics=self._metrics.text().decode() if request.with_metrics else None,
-        )
+        stats = write_stats(self._routes.service(request.model))
+        if request.with_metrics:
+            stats.metrics = self._metrics.text().decode()
+        return stats
 
     @reports_errors
     async def FlushPrefixCache(
         self, request: pb.FlushPrefixCacheRequest, context: _Context
     ) -> pb.FlushPrefixCacheResponse:
-        raise ServiceError(Status.UNIMPLEMENTED, "this server reuses no prefix: there is no cache to flush")
+        tenant = self._caller(context, request.tenant).tenant
+        scope = flushed_scope(tenant, request.namespace)
+        num_pages = await self._routes.service(request.model).clear_prefix_cache(scope)
+        return pb.FlushPrefixCacheResponse(pages=num_pages)
 
     def _caller(self, context: _Context, claimed_tenant: str) -> Caller:
         return identify_caller(context, self._tenants, claimed_tenant)

@@ -14,6 +14,8 @@ from server.core import ServiceError, Status
 
 RETRY_METADATA = "grpc-retry-pushback-ms"
 """gRPC's own key (proposal A6): clients with a retry policy heed it by themselves."""
+REASON_METADATA = "jaxserve-reason"
+"""What there is too much of, in a word."""
 
 GRPC_CODES: dict[Status, grpc.StatusCode] = {
     Status.INVALID_ARGUMENT: grpc.StatusCode.INVALID_ARGUMENT,
@@ -34,10 +36,12 @@ _Handler = Callable[[Any, Any, grpc.aio.ServicerContext], Awaitable[_Result]]
 
 async def abort(context: grpc.aio.ServicerContext, error: ServiceError) -> None:
     """End a call with an error; raises what gRPC wants raised for that."""
-    metadata: tuple[tuple[str, str], ...] = ()
+    metadata: list[tuple[str, str]] = []
     if error.retry_after is not None:
-        metadata = ((RETRY_METADATA, str(round(error.retry_after * 1000))),)
-    await context.abort(GRPC_CODES[error.status], error.message, metadata)
+        metadata.append((RETRY_METADATA, str(round(error.retry_after * 1000))))
+    if error.reason:
+        metadata.append((REASON_METADATA, error.reason))
+    await context.abort(GRPC_CODES[error.status], error.message, tuple(metadata))
 
 
 def reports_errors(handler: _Handler[_Result]) -> _Handler[_Result]:

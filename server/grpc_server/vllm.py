@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import aclosing
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
 import grpc.aio
+from smg_grpc_proto.generated import common_pb2 as common_pb
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
+from jaxserve.scheduling import CacheScope
 from jaxserve.version import __version__
 from server.core import GenerateRequest, Routes, RouteState, Service, ServiceError, Status
-from server.core.tenants import Tenants
+from server.core.tenants import Tenants, flushed_scope
 from server.grpc_server.caller import identify_caller
+from server.grpc_server.kv_events import EventWriter, kv_event_batches
 from server.grpc_server.status import reports_errors
 from server.grpc_server.tokenizer_archive import archive, chunks
 from server.grpc_server.vllm_messages import ResponseWriter, read_request, truncate
@@ -127,6 +131,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
             max_total_num_tokens=load.num_pages * load.page_size,
             token_usage=load.kv_usage,
             gen_throughput=load.tokens_per_second,
+            cache_hit_rate=_hit_rate(self._service),
             utilization=load.num_running / load.num_slots,
             max_running_requests=load.num_slots,
         )
@@ -142,12 +147,22 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
             await context.write(chunk)
 
     @reports_errors
-    async def FlushCache(self, request: Any, context: _Context) -> NoReturn:
-        raise ServiceError(Status.UNIMPLEMENTED, "this server reuses no prefix: there is no cache to flush")
+    async def FlushCache(
+        self, request: common_pb.FlushCacheRequest, context: _Context
+    ) -> common_pb.FlushCacheResponse:
+        """At once, whatever the request's patience: open requests keep what they stand on."""
+        scope = flushed_scope(identify_caller(context, self._tenants).tenant)
+        num_pages = await self._service.clear_prefix_cache(scope)
+        return common_pb.FlushCacheResponse(success=True, message=f"{num_pages} pages were forgotten")
 
     @reports_errors
-    async def SubscribeKvEvents(self, request: Any, context: _Context) -> NoReturn:
-        raise ServiceError(Status.UNIMPLEMENTED, "this server reuses no prefix: it has no cache events")
+    async def SubscribeKvEvents(self, request: common_pb.SubscribeKvEventsRequest, context: _Context) -> None:
+        scope = CacheScope("tenant", identify_caller(context, self._tenants).tenant)
+        writer = EventWriter(scope, sees_all=not self._tenants.asks_for_tokens)
+        batches = kv_event_batches(self._service, request.start_sequence_number, writer)
+        async with aclosing(batches):
+            async for batch in batches:
+                await context.write(batch)
 
     @reports_errors
     async def Embed(self, request: pb.EmbedRequest, context: _Context) -> NoReturn:
@@ -160,3 +175,9 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     @reports_errors
     async def StopProfile(self, request: Any, context: _Context) -> NoReturn:
         raise ServiceError(Status.UNIMPLEMENTED, "this server cannot be profiled over gRPC")
+
+
+def _hit_rate(service: Service) -> float:
+    """Share of the tokens looked up in the prefix cache that were found there."""
+    prefixes = service.engine.snapshot().prefixes
+    return prefixes.hit_tokens / prefixes.query_tokens if prefixes and prefixes.query_tokens else 0.0

@@ -55,6 +55,8 @@ def read_request(message: pb.GenerateRequest, caller: Caller) -> GenerateRequest
         request_id=message.request_id or None,
         tenant=caller.tenant,
         deadline=caller.deadline(None),
+        priority=caller.priority,
+        is_retry=caller.is_retry,
         trace_parent=caller.trace.parent,
         trace_state=caller.trace.state,
     )
@@ -145,6 +147,7 @@ class ResponseWriter:
             finish_reason=sample.finish_reason,
             prompt_tokens=self._num_prompt,
             completion_tokens=len(sample.token_ids),
+            cached_tokens=output.num_cached_tokens,
             output_logprobs=self._output_logprobs(sample.token_ids, sample.logprobs or ()),
             input_logprobs=self._input_logprobs(output.prompt_token_ids, output.prompt_logprobs),
             index=sample.index,

@@ -81,11 +81,13 @@ def choice_end(finish_reason: str | None, stop_reason: int | str | None) -> Json
     return {"finish_reason": finish_reason, "stop_reason": stop_reason}
 
 
-def usage_json(prompt_tokens: int, completion_tokens: int) -> Json:
+def usage_json(prompt_tokens: int, completion_tokens: int, cached_tokens: int = 0) -> Json:
+    """`cached_tokens`: of the prompt's, those whose keys and values were reused."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
     }
 
 
@@ -94,4 +96,5 @@ def usage_of(outputs: Sequence[RequestOutput]) -> Json:
     return usage_json(
         sum(len(output.prompt_token_ids) for output in outputs),
         sum(len(sample.token_ids) for output in outputs for sample in output.outputs),
+        sum(output.num_cached_tokens for output in outputs),
     )

@@ -17,7 +17,7 @@ from server.core.tenants import Tenants
 from server.http.caller import BearerAuth
 from server.http.calls import CallCount
 from server.http.endpoints import Endpoints
-from server.http.errors import ApiError, from_service
+from server.http.errors import ERROR_HEADERS, ApiError, from_service
 from server.http.options import HttpOptions
 
 _log = logging.getLogger("jaxserve.server")
@@ -26,8 +26,8 @@ _log = logging.getLogger("jaxserve.server")
 def build_app(routes: Routes, options: HttpOptions | None = None) -> Starlette:
     """The application for a server's routes, to be run in their services' event loop.
 
-    Answers /v1/chat/completions, /v1/completions, /v1/models, /tokenize, /detokenize, /health, /ready and
-    /metrics. What goes wrong has the shape of OpenAI's errors, and no traceback ever leaves.
+    Answers /v1/chat/completions, /v1/completions, /v1/models, /tokenize, /detokenize, /reset_prefix_cache,
+    /health, /ready and /metrics. What goes wrong has the shape of OpenAI's errors, and no traceback leaves.
     """
     options = options or HttpOptions()
     at = Endpoints(routes, options)
@@ -40,6 +40,7 @@ def build_app(routes: Routes, options: HttpOptions | None = None) -> Starlette:
             Route("/v1/models/{name:path}", at.model),
             Route("/tokenize", at.tokenize, methods=["POST"]),
             Route("/detokenize", at.detokenize, methods=["POST"]),
+            Route("/reset_prefix_cache", at.reset_prefix_cache, methods=["POST"]),
             Route("/health", at.health),
             Route("/ready", at.ready),
             Route("/ready/{name:path}", at.ready),
@@ -67,7 +68,7 @@ def _middleware(options: HttpOptions, routes: Routes) -> list[Middleware]:
         allow_origins=list(options.allow_origins),
         allow_methods=["GET", "POST"],
         allow_headers=["*"],
-        expose_headers=["x-request-id", "x-jaxserve-route", "x-jaxserve-route-reason", "retry-after"],
+        expose_headers=["x-request-id", "x-jaxserve-route", "x-jaxserve-route-reason", *ERROR_HEADERS],
     )
     return [count, cors, auth]
 

@@ -14,6 +14,7 @@ from jaxserve.text import Tokenizer
 from jaxserve.version import __version__
 from server.core import GenerateRequest, Generation, Routes, RouteState, Service
 from server.core.telemetry.prometheus import CONTENT_TYPE, Metrics
+from server.core.tenants import flushed_scope
 from server.core.trace import read_trace
 from server.http.answers import AnswerFormat, Identity, Json, new_name, route_headers
 from server.http.body import read_json_object
@@ -48,11 +49,11 @@ class Endpoints:
         return JSONResponse({"server": "jaxserve", "version": __version__, "models": states, "paths": paths})
 
     async def chat(self, request: Request) -> ASGIApp:
-        terms, body = split_terms(await self._body(request))
+        terms, body = split_terms(await self._body(request), request.headers)
         return await self._answer(request, read_chat(body), terms, "chatcmpl", self._chat_answer)
 
     async def completions(self, request: Request) -> ASGIApp:
-        terms, body = split_terms(await self._body(request))
+        terms, body = split_terms(await self._body(request), request.headers)
         return await self._answer(request, read_completion(body), terms, "cmpl", CompletionAnswer)
 
     async def models(self, request: Request) -> Response:
@@ -86,6 +87,14 @@ class Endpoints:
         model, token_ids = read_detokenize(await self._body(request))
         service = self._routes.service(model)
         return JSONResponse({"prompt": service.detokenize(token_ids, skip_special_tokens=False)})
+
+    async def reset_prefix_cache(self, request: Request) -> Response:
+        """vLLM's address for it: forgets what the caller's tenant shares, of every model or `?model=`."""
+        name = request.query_params.get("model")
+        services = [self._routes.service(name)] if name else self._routes.services
+        scope = flushed_scope(request.scope["tenant"], request.query_params.get("namespace", ""))
+        pages = {one.identity.name: await one.clear_prefix_cache(scope) for one in services}
+        return JSONResponse({"forgotten_pages": pages})
 
     async def health(self, request: Request) -> Response:
         """Liveness: a server whose engine has failed should be started again."""
@@ -159,6 +168,12 @@ def _generate_requests(call: Call, terms: CallTerms, name: str, request: Request
         until_full=call.until_full,
         model=call.model,
         fallback_route=terms.fallback_route,
+        priority=terms.priority,
+        is_retry=terms.is_retry,
+        deadline=terms.deadline,
+        cache_namespace=terms.cache_namespace,
+        cache_read=terms.cache_read,
+        cache_write=terms.cache_write,
         tenant=request.scope["tenant"],
         trace_parent=trace.parent,
         trace_state=trace.state,

@@ -11,6 +11,7 @@ from jaxserve.plan import SamplingParams
 from server.core import HTTP_CODES, ServiceError, Status
 
 DEFAULT_RETRY_SECONDS = 1.0
+ERROR_HEADERS = ("retry-after", "x-jaxserve-reason")
 
 _TYPES = {
     401: "authentication_error",
@@ -34,14 +35,25 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         retry_after: float | None = None,
+        reason: str = "",
     ) -> None:
-        """status: HTTP's. param: the parameter at fault. code: a word for programs. retry_after: seconds."""
+        """An error.
+
+        Args:
+            status: HTTP's.
+            message: for the client.
+            param: the parameter at fault.
+            code: a word for programs.
+            retry_after: seconds.
+            reason: what there is too much of, in a word.
+        """
         super().__init__(message)
         self.status = status
         self.message = message
         self.param = param
         self.code = code
         self.retry_after = retry_after
+        self.reason = reason
 
     def body(self) -> dict[str, Any]:
         usual = "invalid_request_error" if self.status < 500 else "server_error"
@@ -57,7 +69,12 @@ class ApiError(Exception):
     def headers(self) -> dict[str, str]:
         if self.status == 401:
             return {"WWW-Authenticate": "Bearer"}
-        return {} if self.retry_after is None else {"Retry-After": str(max(1, math.ceil(self.retry_after)))}
+        headers: dict[str, str] = {}
+        if self.retry_after is not None:
+            headers["Retry-After"] = str(max(1, math.ceil(self.retry_after)))
+        if self.reason:
+            headers["X-Jaxserve-Reason"] = self.reason
+        return headers
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
@@ -75,6 +92,7 @@ def from_service(error: ServiceError) -> ApiError:
         param=param_in(error.message),
         code="model_not_found" if error.status is Status.NOT_FOUND else error.status.value,
         retry_after=later if status in (429, 503) else None,
+        reason=error.reason,
     )
 
 

@@ -11,12 +11,13 @@ from server.core import Routes, Service
 from server.grpc_server import GrpcDoor, GrpcOptions
 from server.http_door import HttpDoor
 from server.process import serve
-from tests.fake_model import fake_limits
+from tests.fake_model import CACHE, fake_limits
 from tests.server.harness import IDENTITY, TOKENIZER, SlowEngine
 
 
 async def main(fail_at: int | None, drain_seconds: float) -> int:
-    engine = Engine(make_loop(SlowEngine(fake_limits(), fail_at=fail_at), TOKENIZER))
+    device = SlowEngine(fake_limits(), fail_at=fail_at)
+    engine = Engine(make_loop(device, TOKENIZER, cache=CACHE, gated=True))
     service = Service(IDENTITY, TOKENIZER, engine)
     routes = Routes.of(service)
     return await serve(

@@ -6,15 +6,17 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import replace
 
 from jaxserve.async_engine import Engine
 from jaxserve.loop import HostLoop
 from jaxserve.opened_model import make_loop
 from jaxserve.plan import EngineLimits, SamplingParams, StepHandle, StepResult
+from jaxserve.scheduling import DEFAULT_POLICY, SchedulerPolicy
 from server.core import GenerateRequest, ModelIdentity, Service
 from server.core.identity import tokenizer_fingerprint
 from tests.fake_engine import FakeEngine, expected_answer
-from tests.fake_model import byte_tokenizer, fake_limits
+from tests.fake_model import CACHE, byte_tokenizer, fake_limits
 
 OpenService = Callable[[], AbstractAsyncContextManager[tuple[Service, HostLoop]]]
 """Opens a running service over a loop, and closes it with a look at its pages."""
@@ -65,13 +67,23 @@ class HangingEngine(FakeEngine):
 
 @asynccontextmanager
 async def serving(
-    device: FakeEngine | None = None, *, max_waiting: int = 64
+    device: FakeEngine | None = None,
+    *,
+    max_waiting: int = 64,
+    policy: SchedulerPolicy = DEFAULT_POLICY,
+    prefix_cache: bool = True,
 ) -> AsyncIterator[tuple[Service, HostLoop]]:
     """A running service, and its loop to look at; afterwards every page and slot must be free."""
-    loop = make_loop(device or PacedEngine(fake_limits()), TOKENIZER)
+    loop = make_loop(
+        device or PacedEngine(fake_limits()),
+        TOKENIZER,
+        cache=CACHE if prefix_cache else None,
+        policy=replace(policy, max_waiting=max_waiting),
+        gated=True,
+    )
     engine = Engine(loop)
     try:
-        yield Service(IDENTITY, TOKENIZER, engine, max_waiting=max_waiting), loop
+        yield Service(IDENTITY, TOKENIZER, engine), loop
     finally:
         if engine.failure is None:
             engine.close()

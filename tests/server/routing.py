@@ -9,9 +9,10 @@ from typing import Any
 
 from jaxserve.async_engine import Engine
 from jaxserve.opened_model import make_loop
+from jaxserve.scheduling import SchedulerPolicy
 from server.core import Routes, Service
 from tests.fake_engine import FakeEngine
-from tests.fake_model import fake_limits
+from tests.fake_model import CACHE, fake_limits
 from tests.server.harness import IDENTITY, TOKENIZER, SlowEngine
 
 FALLBACKS = {"chat": "small", "small": "tiny", "tiny": None}
@@ -32,7 +33,8 @@ async def routed(
     async with AsyncExitStack() as stack:
         for name in fallbacks if loaded is None else loaded:
             device = (devices or {}).get(name) or SlowEngine(fake_limits(num_slots=1))
-            loop = make_loop(device, TOKENIZER)
+            policy = SchedulerPolicy(max_waiting=max_waiting)
+            loop = make_loop(device, TOKENIZER, cache=CACHE, policy=policy, gated=True)
             stack.callback(loop.check_integrity)
             engine = Engine(loop)
             stack.callback(close, engine)
@@ -41,7 +43,6 @@ async def routed(
                 identity,
                 TOKENIZER,
                 engine,
-                max_waiting=max_waiting,
                 sampling_defaults=(defaults or {}).get(name),
             )
             routes.open(service)

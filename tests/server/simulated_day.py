@@ -11,6 +11,7 @@ from typing import Any
 from jaxserve.loop_stats import STAGES, STEP_ROWS_BUCKETS, LoopSnapshot
 from jaxserve.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from jaxserve.plan import SamplingParams
+from jaxserve.scheduling import ClassLoad
 from server.core import GenerateRequest, RequestRecord, Service, ServiceError
 from server.core.statistics import StatisticsOptions
 from server.core.telemetry.prometheus import Metrics
@@ -111,6 +112,9 @@ class ScriptedEngine:
 
     def snapshot(self) -> LoopSnapshot:
         return self.counts
+
+    def class_loads(self) -> tuple[ClassLoad, ...]:
+        return (ClassLoad("default", 0, 3, 0.0, 0, 0.0, 0.0),)
 
 
 class World:

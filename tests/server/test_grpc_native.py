@@ -195,8 +195,8 @@ def test_a_stop_string_is_named() -> None:
         (request(model="other"), "NOT_FOUND", "'other'"),
         (request(priority_class="gold"), "INVALID_ARGUMENT", "gold"),
         (request(deadline_seconds=-1.0), "DEADLINE_EXCEEDED", "passed"),
-        (request(cache=pb.CacheOptions(namespace="n")), "UNIMPLEMENTED", "prefix"),
-        (request(cache=pb.CacheOptions(read=True)), "UNIMPLEMENTED", "prefix"),
+        (request(cache=pb.CacheOptions(namespace="")), "INVALID_ARGUMENT", "namespace"),
+        (request(cache=pb.CacheOptions(namespace="n" * 257)), "INVALID_ARGUMENT", "256"),
         (request(fallback_route="x"), "NOT_FOUND", "'x'"),
     ],
 )
@@ -365,9 +365,6 @@ def test_model_load_and_statistics() -> None:
             assert dict(stats.failed) == {"cancelled": 1}
             assert (stats.admitted, stats.prompt_tokens, stats.completion_tokens) == (2, 6, 12)
             assert stats.steps > 10
-            flush = await failure(native.FlushPrefixCache(pb.FlushPrefixCacheRequest()))
-            assert flush.code() is grpc.StatusCode.UNIMPLEMENTED
-            assert flush.details()
 
     asyncio.run(main())
 

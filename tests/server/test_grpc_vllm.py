@@ -274,8 +274,6 @@ def test_a_gateway_can_build_the_tokenizer(tmp_path: Path) -> None:
         ("Embed", pb.EmbedRequest()),
         ("StartProfile", common_pb2.StartProfileRequest()),
         ("StopProfile", common_pb2.StopProfileRequest()),
-        ("FlushCache", common_pb2.FlushCacheRequest()),
-        ("SubscribeKvEvents", common_pb2.SubscribeKvEventsRequest()),
     ],
 )
 def test_what_is_not_there_says_so(method: str, message: Any) -> None:

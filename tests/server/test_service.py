@@ -91,9 +91,9 @@ def test_the_three_kinds_of_prompt() -> None:
         ({"request_id": "x" * 257}, Status.INVALID_ARGUMENT, "256"),
         ({"tenant": "x" * 257}, Status.INVALID_ARGUMENT, "256"),
         ({"priority": "gold"}, Status.INVALID_ARGUMENT, "'gold'"),
-        ({"cache_namespace": "mine"}, Status.UNIMPLEMENTED, "prefix"),
-        ({"cache_read": True}, Status.UNIMPLEMENTED, "prefix"),
-        ({"cache_write": True}, Status.UNIMPLEMENTED, "prefix"),
+        ({"priority": "gold"}, Status.INVALID_ARGUMENT, "interactive, default, retry, batch"),
+        ({"cache_namespace": ""}, Status.INVALID_ARGUMENT, "namespace"),
+        ({"cache_namespace": "x" * 257}, Status.INVALID_ARGUMENT, "256"),
     ],
 )
 def test_what_cannot_be_served_is_refused_with_a_sentence(

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from jaxserve.loop_stats import STEP_ROWS_BUCKETS, LoopSnapshot
+from jaxserve.scheduling import ClassLoad
+from jaxserve.scheduling.prefix_tree import PrefixStatistics
 from jaxserve.version import __version__
 from server.core.service import Load, Service
 from server.core.statistics import ClassStatistics, Latencies, Statistics
@@ -44,6 +46,11 @@ class View:
     @property
     def counts(self) -> Statistics:
         return self.service.statistics
+
+    @property
+    def prefixes(self) -> PrefixStatistics:
+        """All zero where no prefix is reused."""
+        return self.snapshot.prefixes or PrefixStatistics()
 
 
 @dataclass(frozen=True)
@@ -104,6 +111,14 @@ def _by_class(
     return Family(name, kind, text, samples, ("class",))
 
 
+def _class_gauge(name: str, text: str, read: Callable[[ClassLoad], float]) -> Family:
+    def samples(view: View) -> Iterator[Sample]:
+        for one in view.service.engine.class_loads():
+            yield (one.name,), read(one)
+
+    return Family(name, "gauge", text, samples, ("class",))
+
+
 def _cache_config(view: View) -> list[Sample]:
     load, identity = view.load, view.service.identity
     return [((str(load.page_size), str(load.num_pages), identity.kv_format), 1.0)]
@@ -151,6 +166,16 @@ _LOADS = (
         "1 while new requests are refused because the server shuts down.",
         lambda view: float(view.service.draining),
     ),
+    _class_gauge(
+        "jaxserve:class_requests_running",
+        "Samples in slots, by priority class.",
+        lambda one: one.num_running,
+    ),
+    _class_gauge(
+        "jaxserve:class_requests_waiting",
+        "Samples let in and without a slot, by priority class.",
+        lambda one: one.num_waiting,
+    ),
     _gauge("jaxserve:num_slots", "Samples that can run at once.", lambda view: view.load.num_slots),
 )
 
@@ -172,13 +197,28 @@ _STEPS = (
     ),
     _counter(
         "vllm:prefix_cache_queries",
-        "Prompt tokens of answered requests, which are looked up in the prefix cache.",
-        lambda view: view.counts.num_prompt_tokens,
+        "Tokens that were looked up in the prefix cache by requests that then started.",
+        lambda view: view.prefixes.query_tokens,
     ),
     _counter(
         "vllm:prefix_cache_hits",
         "Of those, the ones that were found there.",
-        lambda view: view.counts.num_cached_tokens,
+        lambda view: view.prefixes.hit_tokens,
+    ),
+    _counter(
+        "jaxserve:prefix_cache_saved_seconds",
+        "Device time that computing what was found would have taken, at the measured cost of a token.",
+        lambda view: view.prefixes.saved_milliseconds / 1000.0,
+    ),
+    _counter(
+        "jaxserve:prefix_cache_stored_pages",
+        "Pages of text that could be found from then on.",
+        lambda view: view.prefixes.stored_pages,
+    ),
+    _counter(
+        "jaxserve:prefix_cache_evicted_pages",
+        "Of those, the ones that were forgotten.",
+        lambda view: view.prefixes.evicted_pages,
     ),
     _counter(
         "vllm:num_preemptions",

@@ -55,6 +55,7 @@ def test_chat_gives_the_library_s_tokens(client: openai.OpenAI) -> None:
         "prompt_tokens": len(CHAT_PROMPT),
         "completion_tokens": 12,
         "total_tokens": len(CHAT_PROMPT) + 12,
+        "prompt_tokens_details": {"cached_tokens": 0},
     }
 
 

@@ -151,7 +151,7 @@ class CacheOptions(_message.Message):
     def __init__(self, namespace: _Optional[str] = ..., read: _Optional[bool] = ..., write: _Optional[bool] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "model", "text", "token_ids", "conversation", "add_special_tokens", "params", "deadline_seconds", "tenant", "priority_class", "cache", "fallback_route")
+    __slots__ = ("request_id", "model", "text", "token_ids", "conversation", "add_special_tokens", "params", "deadline_seconds", "tenant", "priority_class", "cache", "fallback_route", "is_retry")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -164,6 +164,7 @@ class GenerateRequest(_message.Message):
     PRIORITY_CLASS_FIELD_NUMBER: _ClassVar[int]
     CACHE_FIELD_NUMBER: _ClassVar[int]
     FALLBACK_ROUTE_FIELD_NUMBER: _ClassVar[int]
+    IS_RETRY_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     text: str
@@ -176,7 +177,8 @@ class GenerateRequest(_message.Message):
     priority_class: str
     cache: CacheOptions
     fallback_route: str
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., conversation: _Optional[_Union[Conversation, _Mapping]] = ..., add_special_tokens: _Optional[bool] = ..., params: _Optional[_Union[SamplingParams, _Mapping]] = ..., deadline_seconds: _Optional[float] = ..., tenant: _Optional[str] = ..., priority_class: _Optional[str] = ..., cache: _Optional[_Union[CacheOptions, _Mapping]] = ..., fallback_route: _Optional[str] = ...) -> None: ...
+    is_retry: bool
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., conversation: _Optional[_Union[Conversation, _Mapping]] = ..., add_special_tokens: _Optional[bool] = ..., params: _Optional[_Union[SamplingParams, _Mapping]] = ..., deadline_seconds: _Optional[float] = ..., tenant: _Optional[str] = ..., priority_class: _Optional[str] = ..., cache: _Optional[_Union[CacheOptions, _Mapping]] = ..., fallback_route: _Optional[str] = ..., is_retry: _Optional[bool] = ...) -> None: ...
 
 class TokenLogprob(_message.Message):
     __slots__ = ("token_id", "logprob", "rank", "text")
@@ -251,7 +253,7 @@ class Timings(_message.Message):
     def __init__(self, queue: _Optional[float] = ..., prefill: _Optional[float] = ..., first_token: _Optional[float] = ..., per_token: _Optional[float] = ..., total: _Optional[float] = ...) -> None: ...
 
 class Receipt(_message.Message):
-    __slots__ = ("model", "model_fingerprint", "tokenizer_fingerprint", "precision", "kv_format", "reused_tokens", "decoding", "seed", "engine_version", "route", "route_reason")
+    __slots__ = ("model", "model_fingerprint", "tokenizer_fingerprint", "precision", "kv_format", "reused_tokens", "decoding", "seed", "engine_version", "route", "route_reason", "cache_path", "cache_namespace", "tenant", "priority_class")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
@@ -263,6 +265,10 @@ class Receipt(_message.Message):
     ENGINE_VERSION_FIELD_NUMBER: _ClassVar[int]
     ROUTE_FIELD_NUMBER: _ClassVar[int]
     ROUTE_REASON_FIELD_NUMBER: _ClassVar[int]
+    CACHE_PATH_FIELD_NUMBER: _ClassVar[int]
+    CACHE_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_CLASS_FIELD_NUMBER: _ClassVar[int]
     model: str
     model_fingerprint: str
     tokenizer_fingerprint: str
@@ -274,7 +280,11 @@ class Receipt(_message.Message):
     engine_version: str
     route: str
     route_reason: str
-    def __init__(self, model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., precision: _Optional[str] = ..., kv_format: _Optional[str] = ..., reused_tokens: _Optional[int] = ..., decoding: _Optional[str] = ..., seed: _Optional[int] = ..., engine_version: _Optional[str] = ..., route: _Optional[str] = ..., route_reason: _Optional[str] = ...) -> None: ...
+    cache_path: str
+    cache_namespace: str
+    tenant: str
+    priority_class: str
+    def __init__(self, model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., precision: _Optional[str] = ..., kv_format: _Optional[str] = ..., reused_tokens: _Optional[int] = ..., decoding: _Optional[str] = ..., seed: _Optional[int] = ..., engine_version: _Optional[str] = ..., route: _Optional[str] = ..., route_reason: _Optional[str] = ..., cache_path: _Optional[str] = ..., cache_namespace: _Optional[str] = ..., tenant: _Optional[str] = ..., priority_class: _Optional[str] = ...) -> None: ...
 
 class Final(_message.Message):
     __slots__ = ("request_id", "samples", "usage", "timings", "receipt")
@@ -305,14 +315,16 @@ class GenerateBatchRequest(_message.Message):
     def __init__(self, requests: _Optional[_Iterable[_Union[GenerateRequest, _Mapping]]] = ...) -> None: ...
 
 class Error(_message.Message):
-    __slots__ = ("code", "message", "retry_after_seconds")
+    __slots__ = ("code", "message", "retry_after_seconds", "reason")
     CODE_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     RETRY_AFTER_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
     code: int
     message: str
     retry_after_seconds: float
-    def __init__(self, code: _Optional[int] = ..., message: _Optional[str] = ..., retry_after_seconds: _Optional[float] = ...) -> None: ...
+    reason: str
+    def __init__(self, code: _Optional[int] = ..., message: _Optional[str] = ..., retry_after_seconds: _Optional[float] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class BatchAnswer(_message.Message):
     __slots__ = ("samples", "final")
@@ -449,7 +461,7 @@ class GetLoadRequest(_message.Message):
     def __init__(self, model: _Optional[str] = ...) -> None: ...
 
 class GetLoadResponse(_message.Message):
-    __slots__ = ("running", "waiting", "slots", "free_pages", "pages", "page_size", "kv_usage", "tokens_per_second", "draining")
+    __slots__ = ("running", "waiting", "slots", "free_pages", "pages", "page_size", "kv_usage", "tokens_per_second", "draining", "classes")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
@@ -459,6 +471,7 @@ class GetLoadResponse(_message.Message):
     KV_USAGE_FIELD_NUMBER: _ClassVar[int]
     TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    CLASSES_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
     slots: int
@@ -468,7 +481,26 @@ class GetLoadResponse(_message.Message):
     kv_usage: float
     tokens_per_second: float
     draining: bool
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., slots: _Optional[int] = ..., free_pages: _Optional[int] = ..., pages: _Optional[int] = ..., page_size: _Optional[int] = ..., kv_usage: _Optional[float] = ..., tokens_per_second: _Optional[float] = ..., draining: _Optional[bool] = ...) -> None: ...
+    classes: _containers.RepeatedCompositeFieldContainer[ClassLoad]
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., slots: _Optional[int] = ..., free_pages: _Optional[int] = ..., pages: _Optional[int] = ..., page_size: _Optional[int] = ..., kv_usage: _Optional[float] = ..., tokens_per_second: _Optional[float] = ..., draining: _Optional[bool] = ..., classes: _Optional[_Iterable[_Union[ClassLoad, _Mapping]]] = ...) -> None: ...
+
+class ClassLoad(_message.Message):
+    __slots__ = ("name", "waiting", "running", "waiting_tokens", "waiting_pages", "requests_per_second", "tokens_per_second")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_PAGES_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    waiting: int
+    running: int
+    waiting_tokens: float
+    waiting_pages: int
+    requests_per_second: float
+    tokens_per_second: float
+    def __init__(self, name: _Optional[str] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., waiting_tokens: _Optional[float] = ..., waiting_pages: _Optional[int] = ..., requests_per_second: _Optional[float] = ..., tokens_per_second: _Optional[float] = ...) -> None: ...
 
 class GetStatsRequest(_message.Message):
     __slots__ = ("model", "with_metrics")
@@ -479,7 +511,7 @@ class GetStatsRequest(_message.Message):
     def __init__(self, model: _Optional[str] = ..., with_metrics: _Optional[bool] = ...) -> None: ...
 
 class GetStatsResponse(_message.Message):
-    __slots__ = ("uptime_seconds", "admitted", "refused", "finished", "failed", "prompt_tokens", "completion_tokens", "preemptions", "steps", "metrics")
+    __slots__ = ("uptime_seconds", "admitted", "refused", "finished", "failed", "prompt_tokens", "completion_tokens", "preemptions", "steps", "metrics", "rejected", "cached_tokens", "prefixes", "classes")
     class RefusedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -501,6 +533,20 @@ class GetStatsResponse(_message.Message):
         key: str
         value: int
         def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class RejectedEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class ClassesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: ClassStats
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[ClassStats, _Mapping]] = ...) -> None: ...
     UPTIME_SECONDS_FIELD_NUMBER: _ClassVar[int]
     ADMITTED_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
@@ -511,6 +557,10 @@ class GetStatsResponse(_message.Message):
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     METRICS_FIELD_NUMBER: _ClassVar[int]
+    REJECTED_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREFIXES_FIELD_NUMBER: _ClassVar[int]
+    CLASSES_FIELD_NUMBER: _ClassVar[int]
     uptime_seconds: float
     admitted: int
     refused: _containers.ScalarMap[str, int]
@@ -521,12 +571,48 @@ class GetStatsResponse(_message.Message):
     preemptions: int
     steps: int
     metrics: str
-    def __init__(self, uptime_seconds: _Optional[float] = ..., admitted: _Optional[int] = ..., refused: _Optional[_Mapping[str, int]] = ..., finished: _Optional[_Mapping[str, int]] = ..., failed: _Optional[_Mapping[str, int]] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., steps: _Optional[int] = ..., metrics: _Optional[str] = ...) -> None: ...
+    rejected: _containers.ScalarMap[str, int]
+    cached_tokens: int
+    prefixes: PrefixStats
+    classes: _containers.MessageMap[str, ClassStats]
+    def __init__(self, uptime_seconds: _Optional[float] = ..., admitted: _Optional[int] = ..., refused: _Optional[_Mapping[str, int]] = ..., finished: _Optional[_Mapping[str, int]] = ..., failed: _Optional[_Mapping[str, int]] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., steps: _Optional[int] = ..., metrics: _Optional[str] = ..., rejected: _Optional[_Mapping[str, int]] = ..., cached_tokens: _Optional[int] = ..., prefixes: _Optional[_Union[PrefixStats, _Mapping]] = ..., classes: _Optional[_Mapping[str, ClassStats]] = ...) -> None: ...
+
+class PrefixStats(_message.Message):
+    __slots__ = ("query_tokens", "hit_tokens", "saved_seconds", "stored_pages", "evicted_pages")
+    QUERY_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SAVED_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    STORED_PAGES_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_PAGES_FIELD_NUMBER: _ClassVar[int]
+    query_tokens: int
+    hit_tokens: int
+    saved_seconds: float
+    stored_pages: int
+    evicted_pages: int
+    def __init__(self, query_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., saved_seconds: _Optional[float] = ..., stored_pages: _Optional[int] = ..., evicted_pages: _Optional[int] = ...) -> None: ...
+
+class ClassStats(_message.Message):
+    __slots__ = ("judged", "good", "good_tokens")
+    JUDGED_FIELD_NUMBER: _ClassVar[int]
+    GOOD_FIELD_NUMBER: _ClassVar[int]
+    GOOD_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    judged: int
+    good: int
+    good_tokens: int
+    def __init__(self, judged: _Optional[int] = ..., good: _Optional[int] = ..., good_tokens: _Optional[int] = ...) -> None: ...
 
 class FlushPrefixCacheRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("model", "namespace", "tenant")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    namespace: str
+    tenant: str
+    def __init__(self, model: _Optional[str] = ..., namespace: _Optional[str] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class FlushPrefixCacheResponse(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("pages",)
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    pages: int
+    def __init__(self, pages: _Optional[int] = ...) -> None: ...

