@@ -58,7 +58,6 @@ def ragged_paged_attention(
         layout=layout,
         params=params,
         table_shape=page_table_SP.shape,
-        single=single,
     )
     return chosen.run(
         q_THh,

@@ -32,9 +32,7 @@ MAX_STEP_BYTES = 2 << 20
 """Queries of a grid step."""
 
 
-def obstacle(
-    layout: PageLayout, params: AttentionParams, table_shape: tuple[int, int], single: bool
-) -> str | None:
+def obstacle(layout: PageLayout, params: AttentionParams, table_shape: tuple[int, int]) -> str | None:
     """Why the kernels cannot take a cache group or a batch, or None."""
     if params.exact_order:
         return "the exact order of summation is the reference's"
@@ -45,9 +43,8 @@ def obstacle(
         return f"pages of {layout.page_size} tokens are no multiple of {SUBLANES * packing}"
     if layout.quantised and layout.scale_lanes != LANES:
         return f"scales of pages of {layout.page_size} tokens do not fill rows of {LANES} lanes"
-    kept = table_shape[1] * 4 * (1 if single else table_shape[0])
-    if kept > MAX_TABLE_BYTES:
-        return f"{kept} bytes of a page table of {table_shape} exceed {MAX_TABLE_BYTES}"
+    if table_shape[1] * 4 > MAX_TABLE_BYTES:
+        return f"{table_shape[1]} pages a sequence exceed {MAX_TABLE_BYTES} bytes of scalar memory"
     return None
 
 

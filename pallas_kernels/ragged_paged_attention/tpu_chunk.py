@@ -42,6 +42,11 @@ class ChunkSizes:
     """Cores that share out the tiles."""
 
 
+SHORT_TABLE_BYTES = 256 << 10
+"""Of page tables that are kept in scalar memory whole, a quarter of it. Of a longer one, which stays in HBM,
+there is the row of the sequence that is being fetched."""
+
+
 class _Item(NamedTuple):
     """A block of a sequence for a tile."""
 
@@ -83,7 +88,10 @@ def attend_chunks(
     value_lanes = LANES * max(layout.planes // 2, 1)
     per_core = num_tiles // sizes.num_cores
     table_width = -(-page_table_SP.shape[1] // sizes.pages_per_block) * sizes.pages_per_block
-    table = jnp.pad(page_table_SP, ((0, 0), (0, table_width - page_table_SP.shape[1]))).reshape(-1)
+    table = jnp.pad(page_table_SP, ((0, 0), (0, table_width - page_table_SP.shape[1])))
+    long_table = table.nbytes > SHORT_TABLE_BYTES
+    aligned = jnp.pad(table, ((0, 0), (0, -table_width % LANES)))
+    table = aligned[:, None] if long_table else table.reshape(-1)
     kernel = functools.partial(
         _kernel,
         layout=layout,
@@ -93,24 +101,25 @@ def attend_chunks(
         num_tiles=num_tiles,
         pages_per_sequence=table_width,
         has_sinks=sinks_KM is not None,
+        long_table=long_table,
     )
 
     def per_tile(lanes: int) -> pl.BlockSpec:
         return pl.BlockSpec((num_heads, tile_rows, lanes), lambda core, i, *_: (0, core * per_core + i, 0))
 
     in_hbm = pl.BlockSpec(memory_space=pl.ANY)
-    operands = [q_KXW]
-    in_specs = [per_tile(width)]
+    operands = [table, q_KXW]
+    in_specs = [*([in_hbm] if long_table else []), per_tile(width)]
     if sinks_KM is not None:
         operands.append(jnp.broadcast_to(sinks_KM[..., None], (num_heads, tile_rows, LANES)))
         in_specs.append(pl.BlockSpec((num_heads, tile_rows, LANES), lambda *_: (0, 0, 0)))
     operands += [pool, *([scales] if scales is not None else [])]
-    in_specs += [in_hbm] * (len(operands) - len(in_specs))
+    in_specs += [in_hbm] * (1 if scales is None else 2)
     state_type = pltpu.VMEM((num_heads, tile_rows, LANES), jnp.float32)
     return pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=7,
+            num_scalar_prefetch=6 if long_table else 7,
             grid=(sizes.num_cores, per_core),
             in_specs=in_specs,
             out_specs=per_tile(value_lanes),
@@ -120,7 +129,8 @@ def attend_chunks(
                 state_type,
                 state_type,
                 pltpu.VMEM((2, sizes.rows_at_once, sizes.pages_per_block * layout.page_size), jnp.float32),
-                pltpu.SMEM((4,), jnp.int32),
+                pltpu.SMEM((5,), jnp.int32),
+                *([pltpu.SMEM((1, table.shape[2]), jnp.int32)] if long_table else []),
             ],
         ),
         out_shape=jax.ShapeDtypeStruct((num_heads, num_rows, value_lanes), q_KXW.dtype),
@@ -136,7 +146,6 @@ def attend_chunks(
         query_start_S1,
         jnp.pad(context_len_S, (0, 1)),
         *tables,
-        table,
         *operands,
     )
 
@@ -238,6 +247,8 @@ class _Kernel:
     work: _Work
     q_ref: Ref
     score_ref: Ref
+    read_table: Callable[[Scalar, Scalar], None]
+    """Makes ready, if a condition holds, for the pages of a sequence to be asked for."""
     page_id: Callable[[Scalar, Scalar], Scalar]
     """From a sequence and a page's number in it to its place in the pool."""
     sizes: ChunkSizes
@@ -252,6 +263,7 @@ class _Kernel:
             jnp.minimum(item.sequence, self.work.num_sequences - 1),
             item.block,
         )
+        self.read_table(exists, safe.sequence)
         low, high = self.work.span(safe)
         first_page = jnp.where(exists, safe.block * self.ring.pages_per_block, 0)
         self.ring.start(
@@ -334,7 +346,7 @@ def _kernel(
     next_sequence_ref: Ref,  # SMEM [S + 2]
     first_sequence_ref: Ref,  # SMEM [N + 2]
     next_tile_ref: Ref,  # SMEM [N + 2]
-    table_ref: Ref,  # SMEM [S * P]
+    table_ref: Ref,  # SMEM [S * P], or HBM [S, 1, P] if it is long
     q_ref: Ref,  # VMEM [K, M, W]
     *refs: Ref,
     layout: PageLayout,
@@ -344,9 +356,11 @@ def _kernel(
     num_tiles: int,
     pages_per_sequence: int,
     has_sinks: bool,
+    long_table: bool,
 ) -> None:
     sinks_ref, refs = (refs[0], refs[1:]) if has_sinks else (None, refs)
-    pool_refs, out_ref, ring_refs, (*state, score_ref, cursor_ref) = split_refs(layout, refs)
+    pool_refs, out_ref, ring_refs, rest = split_refs(layout, refs)
+    *state, score_ref, cursor_ref = rest[:-1] if long_table else rest
     ring = PageRing(layout, *pool_refs, *ring_refs)
     work = _Work(
         query_start_ref,
@@ -360,10 +374,22 @@ def _kernel(
     )
     softmax = Softmax(state[0], state[1], state[2], sinks_ref, layout, params)
 
+    def read_table(wanted: Scalar, sequence: Scalar) -> None:
+        if long_table:
+
+            @pl.when(wanted & (cursor_ref[4] != sequence))
+            def _() -> None:
+                pltpu.sync_copy(table_ref.at[sequence], rest[-1])
+                cursor_ref[4] = jnp.asarray(sequence, jnp.int32)
+
     def page_id(sequence: Scalar, page: Scalar) -> Scalar:
+        if long_table:
+            return rest[-1][0, page] + first_page_ref[0]
         return table_ref[sequence * pages_per_sequence + page] + first_page_ref[0]
 
-    kernel = _Kernel(ring, softmax, work, q_ref, score_ref, page_id, sizes, queries_per_kv, num_tiles)
+    kernel = _Kernel(
+        ring, softmax, work, q_ref, score_ref, read_table, page_id, sizes, queries_per_kv, num_tiles
+    )
     per_core = num_tiles // sizes.num_cores
     tile = pl.program_id(0) * per_core + pl.program_id(1)
     end_tile = (pl.program_id(0) + 1) * per_core
@@ -377,6 +403,7 @@ def _kernel(
     @pl.when(pl.program_id(1) == 0)
     def _() -> None:
         ring.clear()
+        cursor_ref[4] = jnp.int32(-1)
         ahead = lax.fori_loop(
             0,
             ring.num_buffers - 1,

@@ -122,6 +122,16 @@ def test_the_tpu_kernel_attends_to_single_rows(case: AttentionCase) -> None:
     check_single(case, "tpu")
 
 
+def test_a_long_page_table_makes_no_difference() -> None:
+    """Beyond 256 KiB the kernels take it in pieces."""
+    case = dataclasses.replace(CASES[3], page_size=64, queries_per_kv=8, padded_rows=40)
+    batch = batch_of(case)
+    table = jnp.pad(batch.page_table_SP, ((0, 0), (0, 16384 - batch.page_table_SP.shape[1])))
+    rows, expected = exact_rows(case)
+    out = attend(case, dataclasses.replace(batch, page_table_SP=table), "tpu", single=False)
+    np.testing.assert_allclose(out[rows], expected, atol=FLOAT32_ERROR, rtol=0)
+
+
 def test_what_a_kernel_cannot_take_is_named() -> None:
     case = CASES[5]
     with pytest.raises(ValueError, match="by tpu: pages of bfloat16 are stored as uint16"):
