@@ -98,7 +98,9 @@ class PrefixCache:
 
     def start(self, request: Request, match: PrefixMatch | None) -> None:
         """A request starts on what was matched, which it holds from now on."""
-        self._queries.pop(request, None)
+        query = self._queries.pop(request, None)
+        if match is None and query is not None:
+            self._tree.record_miss(query)
         if match is not None:
             self._cursors[request] = self._tree.use(match)
         elif request.submission.terms.cache_write:

@@ -157,6 +157,10 @@ class PrefixTree:
             self._record(match)
         return cursor
 
+    def record_miss(self, query: PrefixQuery) -> None:
+        """Count a text that was looked up in vain and then started."""
+        self._statistics.query_tokens += query.num_tokens
+
     def open(self, domain: CacheDomain) -> TreeCursor:
         """A cursor at the start of a domain, for a request that does not read the cache."""
         root = self._store.grow_root(domain)

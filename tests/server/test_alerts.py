@@ -49,7 +49,7 @@ def first_tokens_late(world: World) -> None:
 
 def tokens_slow(world: World) -> None:
     healthy(world)
-    world.answer(60, tpot=0.3)
+    world.answer(60, priority="interactive", tpot=0.3)
 
 
 def failing(world: World) -> None:
