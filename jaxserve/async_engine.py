@@ -174,6 +174,11 @@ class Engine:
         """How every priority class stands now; empty where nobody is ever turned away."""
         return self._loop.class_loads()
 
+    def check_admission(self, terms: ServiceTerms) -> None:
+        """Raise as `submit` does where it would refuse even the smallest request on these terms: before work
+        goes into finding out how large one is."""
+        self._loop.check_admission(terms)
+
     def submit(
         self,
         prompt_token_ids: Sequence[int],

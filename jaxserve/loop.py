@@ -163,6 +163,11 @@ class HostLoop:
         self._gates.check(params)
         self._scheduler.check(prompt_token_ids, params)
 
+    def check_admission(self, terms: ServiceTerms) -> None:
+        """Raise as `admit` does where it would refuse even the smallest request; thread-safe."""
+        if self._gate is not None:
+            self._gate.check(terms, self._clock())
+
     def admit(
         self, prompt_token_ids: Sequence[int], params: SamplingParams, terms: ServiceTerms = DEFAULT_TERMS
     ) -> Ticket | None:

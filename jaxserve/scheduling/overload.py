@@ -88,13 +88,14 @@ class AdmissionGate:
 
     @classmethod
     def for_engine(cls, policy: SchedulerPolicy, limits: EngineLimits) -> AdmissionGate:
-        """The door of an engine with these limits."""
-        return cls(
-            policy,
-            num_slots=limits.num_slots,
-            num_pages=max(1, min(limits.num_pages) - 1),
-            page_size=limits.page_size,
-        )
+        """The door of an engine with these limits.
+
+        Pages are counted in a group that keeps all of a sequence, where there is one: of those behind a
+        window even a long sequence has few. Page 0 is never given out.
+        """
+        groups = list(zip(limits.num_pages, limits.windows, strict=True))
+        num_pages = min(pages for pages, window in groups if not window or all(limits.windows)) - 1
+        return cls(policy, num_slots=limits.num_slots, num_pages=num_pages, page_size=limits.page_size)
 
     def admit(
         self,
@@ -121,27 +122,21 @@ class AdmissionGate:
             state = self._classes[class_index]
             tenant = self._tenant(terms.tenant, now)
             num_output = num_samples * self._lengths.mean(class_index, max_tokens)
-            num_tokens = num_prompt_tokens + num_output
-            demand = Demand(
-                terms.tenant,
-                tenant.policy.weight,
-                num_samples,
-                num_prompt_tokens,
-                num_tokens,
-                ceil(num_tokens / self._page_size),
-                terms.deadline is not None,
-                now,
-            )
-            try:
-                self._check_tenant(state, tenant, demand)
-                self._check_queues(state, demand)
-                self._check_prediction(state, demand, terms.deadline, num_output / num_samples)
-                self._check_retry(state, terms, now)
-            except OverloadError as error:
-                self.num_refused[error.reason] += 1
-                raise
+            demand = self._demand(terms, tenant, num_samples, num_prompt_tokens, num_output, now)
+            self._check(state, tenant, demand, terms, num_output / num_samples, now)
             self._enter(state, tenant, demand, terms.is_retry, now)
         return Ticket(self, class_index, demand)
+
+    def check(self, terms: ServiceTerms, now: float) -> None:
+        """Raise as `admit` does where it would refuse even the smallest request on these terms.
+
+        For a caller whom it costs something to find out how large a request is.
+        """
+        class_index = self.policy.class_index(terms)
+        with self._lock:
+            tenant = self._tenant(terms.tenant, now)
+            demand = self._demand(terms, tenant, 1, 1, 1.0, now)
+            self._check(self._classes[class_index], tenant, demand, terms, 1.0, now)
 
     def loads(self) -> tuple[ClassLoad, ...]:
         """How every class of the policy stands."""
@@ -202,6 +197,21 @@ class AdmissionGate:
 
     # Bookkeeping, under the lock -------------------------------------------------------------------------
 
+    def _demand(
+        self,
+        terms: ServiceTerms,
+        tenant: TenantState,
+        num_samples: int,
+        num_prompt: int,
+        num_output: float,
+        now: float,
+    ) -> Demand:
+        """What a request asks for; `num_output`: expected tokens over all samples."""
+        num_tokens = num_prompt + num_output
+        num_pages = ceil(num_tokens / self._page_size)
+        weight, urgent = tenant.policy.weight, terms.deadline is not None
+        return Demand(terms.tenant, weight, num_samples, num_prompt, num_tokens, num_pages, urgent, now)
+
     def _tenant(self, name: str, now: float) -> TenantState:
         tenant = self._tenants.get(name)
         if tenant is None:
@@ -253,6 +263,25 @@ class AdmissionGate:
         return self._everyone.num_requests >= self._num_free(now)
 
     # Refusals, under the lock ----------------------------------------------------------------------------
+
+    def _check(
+        self,
+        state: ClassState,
+        tenant: TenantState,
+        demand: Demand,
+        terms: ServiceTerms,
+        num_output: float,
+        now: float,
+    ) -> None:
+        """Raise OverloadError, and count it, for what is too much. `num_output`: expected of each sample."""
+        try:
+            self._check_tenant(state, tenant, demand)
+            self._check_queues(state, demand)
+            self._check_prediction(state, demand, terms.deadline, num_output)
+            self._check_retry(state, terms, now)
+        except OverloadError as error:
+            self.num_refused[error.reason] += 1
+            raise
 
     def _check_tenant(self, state: ClassState, tenant: TenantState, demand: Demand) -> None:
         policy, name = tenant.policy, demand.tenant

@@ -238,6 +238,7 @@ class Service:
         request.check()
         terms = request.terms(arrival)
         request = replace(request, priority=self._class_name(terms))
+        self._check_room(terms)
         await self._grammars.check(request.params.grammar)
         token_ids = await self._encode(request)
         self._check_open()  # Encoding may have taken a while.
@@ -278,6 +279,13 @@ class Service:
             raise ServiceError(Status.UNAVAILABLE, "the server is shutting down and takes no new requests")
         if self.engine.failure is not None:
             raise engine_failed()
+
+    def _check_room(self, terms: ServiceTerms) -> None:
+        """Raise ServiceError where a request is one too many, before its text and grammar cost anything."""
+        try:
+            self.engine.check_admission(terms)
+        except OverloadError as error:
+            raise _overloaded(error, terms) from error
 
     def _class_name(self, terms: ServiceTerms) -> str:
         """The class that a request is served in. Raises ServiceError, naming those that there are."""
