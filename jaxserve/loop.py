@@ -296,11 +296,19 @@ class HostLoop:
             self._stages.enter("commit")
             self._time_step(step, dispatched_at)
             self._scheduler.retire(step)
-            arrivals = self._scheduler.commit(step, result.tokens)
-            self._counts.add_step(step.plan.num_rows, len(arrivals.tokens))
+            self._commit(step, result)
             self._publish()
+
+    def _commit(self, step: ScheduledStep, result: StepResult) -> None:
+        """Take what a step brought, one iteration after another: each may end requests of the next."""
+        num_iterations = step.plan.num_iterations
+        for index in range(num_iterations):
+            self._stages.enter("commit")
+            part = result.iteration(index, num_iterations)
+            arrivals = self._scheduler.commit(step, part.tokens)
+            self._counts.add_step(step.plan.num_rows, len(arrivals.tokens))
             self._stages.enter("deliver")
-            self._deliver(step, arrivals, result)
+            self._deliver(step, arrivals, part)
 
     def _publish(self) -> None:
         """Tell readers what the prefix cache has gained and lost."""
@@ -312,7 +320,8 @@ class HostLoop:
         now = self._clock()
         started = max(dispatched_at, self._collected_at)
         self._collected_at = now
-        self._scheduler.budget.observe(step.plan.shape.rows, step.plan.num_rows, now - started)
+        seconds = max(0.0, now - started) / step.plan.num_iterations
+        self._scheduler.budget.observe(step.plan.shape.rows, step.plan.num_rows, seconds)
 
     def _dispatch_next(self) -> bool:
         """Plan a step and start it; return whether there was one."""

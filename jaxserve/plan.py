@@ -279,6 +279,20 @@ class StepResult:
     top_logprobs: FloatArray
     """[rows, max_logprobs] their log-probabilities."""
 
+    def iteration(self, index: int, num_iterations: int) -> StepResult:
+        """The rows of one of several iterations."""
+        if num_iterations == 1:
+            return self
+        num_rows = len(self.tokens) // num_iterations
+        rows = slice(index * num_rows, (index + 1) * num_rows)
+        return StepResult(
+            self.tokens[rows],
+            self.logprobs[rows],
+            self.ranks[rows],
+            self.top_tokens[rows],
+            self.top_logprobs[rows],
+        )
+
 
 @dataclass(frozen=True)
 class EngineLimits:

@@ -49,6 +49,7 @@ def make_limits(
     max_logprobs: int = 5,
     eos_token_ids: Sequence[int] = (2,),
     copies_pages: bool = True,
+    max_iterations: int = 1,
 ) -> EngineLimits:
     """Limits as the real engine would state them for such a configuration."""
     logit_rows = max(num_slots, min(16, chunk_rows[0]))
@@ -65,6 +66,7 @@ def make_limits(
         max_logprobs=max_logprobs,
         eos_token_ids=tuple(eos_token_ids),
         copies_pages=copies_pages,
+        max_iterations=max_iterations,
     )
 
 
@@ -90,6 +92,7 @@ class FakeSequence:
     sample_index: int
     eos_token_ids: tuple[int, ...]
     domain: Hashable = None
+    max_known: int = 1 << 30
     mask: list[int] | None = None
     """Token ids that may be sampled next, of a gated sequence: good for one token."""
     histories: list[int] = field(default_factory=list)
@@ -207,6 +210,7 @@ class FakeEngine:
             load.sample_index,
             load.eos_token_ids,
             domain,
+            1 << 30 if load.max_known is None else load.max_known,
             None if load.mask is None else unpack_mask(load.mask),
         )
         self.loads.append(load)
@@ -230,6 +234,8 @@ class FakeEngine:
             _require(not pages & written, "two sequences of a step write the same page")
             written |= pages
         rows = [row for part in plan.sequences for row in self._compute(part)]
+        for _ in range(plan.num_iterations - 1):
+            rows += [row for part in plan.sequences for row in self._iterate(part, written)]
         handle = StepHandle(plan, self._result(rows))
         self._in_flight.append((handle, used | written))
         self.plans.append(plan)
@@ -255,7 +261,7 @@ class FakeEngine:
         )
         for group in range(len(self._limits.windows)):
             num_grants = sum(grant.group == group for grant in plan.page_grants)
-            most = shape.rows // self._limits.page_size + shape.sequences
+            most = shape.rows * self._limits.max_iterations // self._limits.page_size + shape.sequences
             _require(num_grants <= most, f"{num_grants} grants in group {group} of {shape}")
         _require(len({part.slot for part in plan.sequences}) == len(plan.sequences), "a slot twice in a step")
 
@@ -338,6 +344,21 @@ class FakeEngine:
             rows.append((sequence.tokens[position + 1], position, sequence.histories[position]))
         sequence.num_computed = end
         return rows
+
+    def _iterate(self, part: SequencePlan, written: set[tuple[int, int]]) -> list[tuple[int, int, int]]:
+        """One more token of a sequence that decodes, unless it has met its end; then nothing (-1)."""
+        sequence = self._slots[part.slot]
+        _require(sequence.params.grammar is None, "a gated sequence iterates")
+        num_output = len(sequence.tokens) - sequence.num_prompt
+        ends = set(sequence.params.stop_token_ids)
+        if not sequence.params.ignore_eos:
+            ends.update(sequence.eos_token_ids)
+        ended = sequence.tokens[-1] in ends and num_output >= sequence.params.min_tokens
+        if ended or len(sequence.tokens) >= sequence.max_known:
+            return [(-1, 0, 0)]
+        self._check_history(sequence)
+        written |= self._write(part)
+        return self._compute(part)
 
     def _result(self, rows: list[tuple[int, int, int]]) -> StepResult:
         num_top, vocab_size = self._limits.max_logprobs, self._limits.vocab_size

@@ -86,6 +86,9 @@ SCHEDULES = {
     "windows": (make_limits(num_pages=(200, 120), windows=(0, 8)), {}),
     "windows, tiny pools": (make_limits(num_pages=(22, 5), windows=(0, 8)), {}),
     "windows alone": (make_limits(num_pages=(4, 9), windows=(7, 21)), {"max_chunk": 16}),
+    "iterations": (make_limits(max_iterations=4), {}),
+    "iterations, tiny pool": (make_limits(num_slots=8, num_pages=(22,), max_iterations=8), {}),
+    "iterations, windows": (make_limits(num_pages=(200, 120), windows=(0, 8), max_iterations=3), {}),
     "page of one token": (make_limits(page_size=1, num_pages=(80, 30), windows=(0, 5)), {}),
 }
 
@@ -95,8 +98,10 @@ SCHEDULES = {
 def test_no_schedule_changes_an_answer(schedule: str, overlap: bool) -> None:
     limits, options = SCHEDULES[schedule]
     cases = mixed_cases()
-    outputs, _ = serve(cases, limits, overlap=overlap, **options)
+    outputs, engine = serve(cases, limits, overlap=overlap, **options)
     check_outputs(cases, outputs, limits)
+    iterated = any(plan.num_iterations > 1 for plan in engine.plans)
+    assert iterated == (limits.max_iterations > 1)
     if "tiny" in schedule:
         assert sum(output.metrics.num_preemptions for output in outputs) >= 5
 

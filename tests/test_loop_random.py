@@ -53,9 +53,17 @@ class LoopMachine(RuleBasedStateMachine):
         num_slots=st.integers(1, 5),
         caches=st.sampled_from([True, True, False]),
         copies_pages=st.booleans(),
+        max_iterations=st.sampled_from([1, 1, 4]),
     )
     def start(
-        self, pool: Any, overlap: bool, max_chunk: int, num_slots: int, caches: bool, copies_pages: bool
+        self,
+        pool: Any,
+        overlap: bool,
+        max_chunk: int,
+        num_slots: int,
+        caches: bool,
+        copies_pages: bool,
+        max_iterations: int,
     ) -> None:
         num_pages, windows = pool
         self.limits = make_limits(
@@ -65,6 +73,7 @@ class LoopMachine(RuleBasedStateMachine):
             max_model_len=52,
             chunk_rows=(8, 16),
             copies_pages=copies_pages,
+            max_iterations=max_iterations,
         )
         engine = FakeEngine(self.limits)
         engine.domain_of = lambda load: self.domains[load.seed]

@@ -22,7 +22,8 @@ class Arrivals(NamedTuple):
 
 
 def take_tokens(table: SlotTable, step: ScheduledStep, tokens: IntArray, is_eos: BoolArray) -> Arrivals:
-    """Append a step's tokens to its requests; one that ended while the step ran takes none.
+    """Append a step's tokens to its requests; one that ended while the step ran takes none, nor does one for
+    which the step has none (-1).
 
     Args:
         table: the slots, whose requests then have a token less under way.
@@ -32,7 +33,7 @@ def take_tokens(table: SlotTable, step: ScheduledStep, tokens: IntArray, is_eos:
     """
     slots = step.slots
     sampled = tokens[step.rows]
-    live = table.serial[slots] == step.serials
+    live = (table.serial[slots] == step.serials) & (sampled >= 0)
     if not live.all():
         return _take_late(table, step, sampled.tolist(), live.tolist())
     table.pending[slots] -= 1
@@ -52,7 +53,7 @@ def _take_late(table: SlotTable, step: ScheduledStep, tokens: list[int], live: l
     """The same where some have lost their slots since the step was planned."""
     arrivals = Arrivals([], [], [], [])
     for request, token, row, in_slot in zip(step.requests, tokens, step.rows.tolist(), live, strict=True):
-        if request.finish_reason is not None:
+        if request.finish_reason is not None or token < 0:
             continue
         if in_slot:
             table.pending[request.slot] -= 1

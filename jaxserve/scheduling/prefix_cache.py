@@ -122,8 +122,14 @@ class PrefixCache:
     def end(self, request: Request) -> None:
         """A running request has let go of its pages."""
         cursor = self._cursors.pop(request, None)
-        if cursor is not None:
-            self._tree.close(cursor)
+        if cursor is None:
+            return
+        shared = self._shared.get(request.submission)
+        if shared is not None and request is request.submission.leader:
+            # The page on which its prompt ends is held for the others, and may since be full and stored.
+            self._shared[request.submission] = self._tree.fork(cursor)
+            self._tree.close(shared)
+        self._tree.close(cursor)
 
     def forget(self, request: Request) -> None:
         """A waiting request will not start."""

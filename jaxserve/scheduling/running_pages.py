@@ -19,12 +19,14 @@ class RunningPages:
     def __init__(
         self,
         pool: PagePool,
+        page_size: int,
         table: SlotTable,
         queue: RequestQueue,
         prompts: SharedPrompts,
         cache: PrefixCache | None,
     ) -> None:
         self._pool = pool
+        self._page_size = page_size
         self._table = table
         self._queue = queue
         self._prompts = prompts
@@ -53,6 +55,19 @@ class RunningPages:
         if held_up:
             keep &= ~np.isin(decoding, held_up)
         return decoding if keep.all() else decoding[keep]
+
+    def lend(self, decoding: IntArray, num_iterations: int) -> bool:
+        """Give those that decode pages for several tokens, if so many are free that nobody gives way."""
+        table, page_size = self._table, self._page_size
+        wanted = table.computed[decoding] + table.num_ahead(decoding, num_iterations)
+        missing = np.maximum(0, -(-wanted // page_size) - table.capacity[decoding] // page_size)
+        # As many again are left for the step after this one.
+        if 2 * int(missing.sum()) > self._pool.num_free_everywhere:
+            return False
+        short = missing > 0
+        for slot, num_tokens in zip(decoding[short].tolist(), wanted[short].tolist(), strict=True):
+            self.grow(table.at(slot), num_tokens)
+        return True
 
     def grow(self, request: Request, num_tokens: int) -> None:
         """Give a request pages for its first `num_tokens` tokens; they must be free."""

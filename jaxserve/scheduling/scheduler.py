@@ -74,7 +74,9 @@ class Scheduler:
         )
         self._prompts = SharedPrompts(self._pool, limits, self.cache)
         self._room = Room(limits, self.max_chunk, self._pool, self._table, self._prompts, self.cache)
-        self._pages = RunningPages(self._pool, self._table, self._queue, self._prompts, self.cache)
+        self._pages = RunningPages(
+            self._pool, limits.page_size, self._table, self._queue, self._prompts, self.cache
+        )
         self._heirs_due: list[Submission] = []
         self._num_arrived = 0
         self._in_flight: list[ScheduledStep] = []
@@ -180,6 +182,8 @@ class Scheduler:
         for submission in self._heirs_due:
             self._queue_heirs(submission, now)
         self._heirs_due.clear()
+        if step.decodes_only and not (step.empty or len(self._queue)):
+            step.num_iterations = self._num_iterations(step.decoding)
         scheduled = step.build([grant for grants in self._pages.grants.values() for grant in grants])
         if scheduled is not None:
             self._pool.begin_step()
@@ -197,7 +201,11 @@ class Scheduler:
         return scheduled
 
     def commit(self, step: ScheduledStep, tokens: IntArray) -> Arrivals:
-        """Take the tokens of a step that has been collected: `tokens` holds one for each logit row."""
+        """Take the tokens of a step that has been collected, or of one of its iterations.
+
+        `tokens` holds one for each logit row; those that ended meanwhile take none, and have to be finished
+        before the next iteration's are taken.
+        """
         self._queue.accounts.charge(step.accounts, 1)
         arrivals = take_tokens(self._table, step, tokens, self._is_eos)
         if self.cache is not None:
@@ -268,6 +276,13 @@ class Scheduler:
                 chunked.append(request)
         step.num_reserved = 0
         return step, chunked
+
+    def _num_iterations(self, decoding: IntArray) -> int:
+        """How many tokens the slots may decode in one dispatch, as nobody waits and each is on its own."""
+        most = self.limits.max_iterations
+        if most == 1 or self._table.gated[decoding].any() or not self._pages.lend(decoding, most):
+            return 1
+        return int(self._table.num_ahead(decoding, most).max())
 
     def _max_prompt_rows(self, decoding: IntArray, longer: list[int]) -> int:
         """Prompt tokens that the next step may compute beside those that decode."""
@@ -354,7 +369,8 @@ class Scheduler:
     def _store_pages(self, cache: PrefixCache, slots: IntArray) -> None:
         """Add the pages to the cache that have become full, computed and known to the host."""
         table, page_size = self._table, self.limits.page_size
-        known = table.known[slots] - table.pending[slots]
+        # The last token that has arrived may be one that ends its answer, and never be computed.
+        known = table.known[slots] - table.pending[slots] - 1
         num_full = np.minimum(known, table.computed[slots]) // page_size
         due = (num_full > table.num_stored[slots]) & (table.serial[slots] >= 0)
         for slot, num_pages in zip(slots[due].tolist(), num_full[due].tolist(), strict=True):

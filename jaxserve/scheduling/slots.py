@@ -103,6 +103,10 @@ class SlotTable:
         todo[(self.known >= self.max_known) | self.held | (self.serial < 0)] = 0
         return todo
 
+    def num_ahead(self, slots: IntArray, num_iterations: int) -> IntArray:
+        """Tokens that slots which decode can compute in so many iterations, until their longest answers."""
+        return np.minimum(self.max_known[slots] - self.known[slots], num_iterations)
+
     def enter(self, request: Request, num_computed: int, account: int, entitled: PriorityClass) -> None:
         """Give a request of the class `entitled` a free slot."""
         submission = request.submission

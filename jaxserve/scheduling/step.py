@@ -66,12 +66,15 @@ class StepBuilder:
         largest = limits.chunk_shapes[-1]
         self._limits = limits
         self._table = table
-        self._decoding = decoding
+        self.decoding = decoding
+        """The slots that only decode."""
         self._rows_left = largest.rows - len(decoding)
         self._logit_rows_left = largest.logit_rows - len(decoding)
         self._sequences_left = largest.sequences - len(decoding)
         self._chunk_left = max_chunk
         self.num_reserved = 0
+        self.num_iterations = 1
+        """Tokens that each sequence computes one after another, if all only decode."""
         self._chunks: list[tuple[int, Chunk, int]] = []
         self._loads: list[SlotLoad] = []
         self._admitted: list[Request] = []
@@ -82,8 +85,13 @@ class StepBuilder:
         return not (self._rows_left and self._logit_rows_left and self._sequences_left and self._chunk_left)
 
     @property
+    def decodes_only(self) -> bool:
+        """Whether every sequence of the step only decodes."""
+        return not self._chunks
+
+    @property
     def empty(self) -> bool:
-        return not (len(self._decoding) or self._chunks)
+        return not (len(self.decoding) or self._chunks)
 
     def next_chunk(self, request: Request, start: int, todo: int, num_available: int) -> Chunk:
         """The most that the request can compute in this step, of `todo` tokens, with pages for so many."""
@@ -124,6 +132,7 @@ class StepBuilder:
                 sample_index=request.sample_index,
                 eos_token_ids=self._limits.eos_token_ids,
                 copies=tuple(copies),
+                max_known=len(submission.prompt) + submission.max_tokens,
             )
         )
 
@@ -138,12 +147,23 @@ class StepBuilder:
         scored = self._score(row_ends)
         sampling = slots[samples]
         table = self._table
-        table.computed[slots] += num_tokens
-        table.known[sampling] += 1
-        table.pending[sampling] += 1
+        if self.num_iterations > 1:
+            num_tokens_ahead = num_new = table.num_ahead(slots, self.num_iterations)
+        else:
+            num_tokens_ahead, num_new = num_tokens, 1
+        table.computed[slots] += num_tokens_ahead
+        table.known[sampling] += num_new
+        table.pending[sampling] += num_new
         table.held[sampling] = table.gated[sampling]
         return ScheduledStep(
-            StepPlan(slots, num_tokens, num_logit_rows, np.array(grants, np.int32).reshape(-1, 4), shape),
+            StepPlan(
+                slots,
+                num_tokens,
+                num_logit_rows,
+                np.array(grants, np.int32).reshape(-1, 4),
+                shape,
+                self.num_iterations,
+            ),
             tuple(self._loads),
             tuple(self._admitted),
             sampling,
@@ -156,13 +176,13 @@ class StepBuilder:
 
     def _columns(self) -> tuple[IntArray, IntArray, IntArray, BoolArray]:
         """Slot, rows, logit rows of each sequence, and whether its last row samples an unknown token."""
-        ones = np.ones(len(self._decoding), np.int32)
+        ones = np.ones(len(self.decoding), np.int32)
         if not self._chunks:
-            return self._decoding, ones, ones, ones.astype(np.bool_)
+            return self.decoding, ones, ones, ones.astype(np.bool_)
         rows = [(slot, *chunk[:2], chunk.num_tokens == todo) for slot, chunk, todo in self._chunks]
         slots, num_tokens, num_logit_rows, samples = np.array(rows, np.int32).T
         return (
-            np.concatenate([self._decoding, slots]),
+            np.concatenate([self.decoding, slots]),
             np.concatenate([ones, num_tokens]),
             np.concatenate([ones, num_logit_rows]),
             np.concatenate([ones, samples]).astype(np.bool_),
@@ -171,7 +191,7 @@ class StepBuilder:
     def _score(self, row_ends: IntArray) -> tuple[ScoredRows, ...]:
         """The prompt log-probs that the step will bring, counted as asked for."""
         scored: list[ScoredRows] = []
-        ends = row_ends[len(self._decoding) :].tolist()
+        ends = row_ends[len(self.decoding) :].tolist()
         for (slot, chunk, _), end in zip(self._chunks, ends, strict=True):
             if chunk.num_scored:
                 request = self._table.at(slot)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ import numpy as np
 import pytest
 
 from jaxserve.engine.engine import DeviceEngine
+from jaxserve.loop import HostLoop
 from jaxserve.plan import PageGrant, SamplingParams, SequencePlan, SlotLoad, StepPlan, StepResult
-from tests.engine.models import small_engine
+from tests.engine.models import serve, small_engine
 from tests.oracle.tiny_models import write_tiny_model
 
 PROMPT = tuple(range(3, 31))
@@ -136,3 +138,38 @@ def test_more_iterations_than_compiled_are_refused(engine: DeviceEngine) -> None
     with pytest.raises(ValueError, match=r"2 iterations of .*, of a decode shape"):
         engine.dispatch(StepPlan(plan.slots, plan.num_tokens, plan.num_logit_rows, plan.grants, shape, 2))
     assert engine.limits.max_iterations == 4
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_loop_that_iterates_answers_as_one_that_does_not(engine: DeviceEngine, overlap: bool) -> None:
+    rng = np.random.default_rng(4)
+    requests = [
+        (
+            rng.integers(3, engine.limits.vocab_size, length).tolist(),
+            replace(params, seed=length, max_tokens=17 + length, stop_token_ids=[5, 6, 7, 8, length]),
+        )
+        for length, params in zip((3, 20, 40, 9, 33), PARAMS * 2, strict=False)
+    ]
+    single = HostLoop(OneIteration(engine), overlap=False)
+    expected = serve(single, requests)
+    outputs = serve(HostLoop(engine, overlap=overlap), requests)
+    for ours, theirs in zip(outputs, expected, strict=True):
+        (one,), (other,) = ours.outputs, theirs.outputs
+        assert (one.token_ids, one.finish_reason, one.stop_reason) == (
+            other.token_ids,
+            other.finish_reason,
+            other.stop_reason,
+        )
+        assert one.cumulative_logprob == pytest.approx(other.cumulative_logprob, abs=1e-3)
+    assert engine.compiles_after_ready == 0
+
+
+class OneIteration:
+    """The same engine, which says that it cannot iterate."""
+
+    def __init__(self, engine: DeviceEngine) -> None:
+        self._engine = engine
+        self.limits = replace(engine.limits, max_iterations=1)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
