@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -16,6 +18,7 @@ from server.core.ports import check_free
 from server.core.tenants import Tenants
 from server.core.tls import TlsFiles
 from server.grpc_server.calls import CallCount
+from server.grpc_server.enduring import EnduringServer, GenericHandlers
 from server.grpc_server.guard import TokenGuard
 from server.grpc_server.malformed import DecodeGuard
 from server.grpc_server.native import NativeServicer
@@ -36,8 +39,8 @@ _OPTIONS = (
     ("grpc.keepalive_permit_without_calls", 1),
     # Clients may ping as often as the server does, with some slack, without being told to go away.
     ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_SECONDS * 1000 // 3),
-    # A second server on the same port is to fail, and not to share it unnoticed.
-    ("grpc.so_reuseport", 0),
+    # For the servers of one door; another process must find the port taken, which is looked at beforehand.
+    ("grpc.so_reuseport", 1),
 )
 
 
@@ -64,15 +67,10 @@ class GrpcDoor:
         self._routes = routes
         self._options = options
         self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
-        tenants = Tenants(options.tokens)
-        guards: list[grpc.aio.ServerInterceptor] = [CallCount(routes.calls, (NATIVE_SERVICE, VLLM_SERVICE))]
-        guards += [DecodeGuard()] if options.tokens is None else [TokenGuard(tenants), DecodeGuard()]
-        self._server = grpc.aio.server(interceptors=guards, options=_OPTIONS)
-        engine_pb2_grpc.add_EngineServicer_to_server(NativeServicer(routes, tenants), self._server)
-        vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(VllmServicer(routes, tenants), self._server)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        names = (NATIVE_SERVICE, VLLM_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, self._server)
+        self._tenants = Tenants(options.tokens)
+        self._native = NativeServicer(routes, self._tenants)
+        self._vllm = VllmServicer(routes, self._tenants)
+        self._server = EnduringServer(self._make_server, self._bind)
 
     async def start(self) -> str:
         """Open the port; return the address.
@@ -80,20 +78,15 @@ class GrpcDoor:
         Raises ValueError if the port cannot be had or the certificates cannot be used, OSError for a
         certificate file that cannot be read.
         """
-        host, port, tls = self._options.host, self._options.port, self._options.tls
-        check_free(host, port)
-        host = f"[{host}]" if ":" in host else host
+        port = self._options.port
+        check_free(self._options.host, port)
         try:
-            if tls is None:
-                bound = self._server.add_insecure_port(f"{host}:{port}")
-            else:
-                bound = self._server.add_secure_port(f"{host}:{port}", _credentials(tls))
+            bound = await self._server.start(port)
         except RuntimeError as error:
-            raise ValueError(f"cannot listen on {host}:{port}: {error}") from error
-        await self._server.start()
+            raise ValueError(f"cannot listen on {self._host}:{port}: {error}") from error
         await self._set_health("", True)
         await self.update()
-        return f"{host}:{bound}"
+        return f"{self._host}:{bound}"
 
     async def update(self) -> None:
         """Tell who asks for health how the routes stand now."""
@@ -107,13 +100,43 @@ class GrpcDoor:
         """Close the port; calls that are still open after `grace` seconds are cut off."""
         await self._server.stop(grace)
 
+    @property
+    def _host(self) -> str:
+        """As addresses spell it."""
+        host = self._options.host
+        return f"[{host}]" if ":" in host else host
+
+    def _make_server(self) -> grpc.aio.Server:
+        guards: list[grpc.aio.ServerInterceptor] = [
+            CallCount(self._routes.calls, (NATIVE_SERVICE, VLLM_SERVICE))
+        ]
+        guards += [] if self._options.tokens is None else [TokenGuard(self._tenants)]
+        server = grpc.aio.server(interceptors=[*guards, DecodeGuard()], options=_OPTIONS)
+        handlers: Any = GenericHandlers(server)
+        engine_pb2_grpc.add_EngineServicer_to_server(self._native, handlers)
+        vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(self._vllm, handlers)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, handlers)
+        names = (NATIVE_SERVICE, VLLM_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, handlers)
+        return server
+
+    def _bind(self, server: grpc.aio.Server, port: int) -> int:
+        address = f"{self._host}:{port}"
+        if self._credentials is None:
+            return server.add_insecure_port(address)
+        return server.add_secure_port(address, self._credentials)
+
+    @functools.cached_property
+    def _credentials(self) -> grpc.ServerCredentials | None:
+        """Read once, so that files that change meanwhile keep no port from being opened anew."""
+        tls = self._options.tls
+        if tls is None:
+            return None
+        pair = (tls.key.read_bytes(), tls.certificate.read_bytes())
+        if tls.client_ca is None:
+            return grpc.ssl_server_credentials([pair])
+        return grpc.ssl_server_credentials([pair], tls.client_ca.read_bytes(), require_client_auth=True)
+
     async def _set_health(self, name: str, serving: bool) -> None:
         states = health_pb2.HealthCheckResponse
         await self._health.set(name, states.SERVING if serving else states.NOT_SERVING)
-
-
-def _credentials(tls: TlsFiles) -> grpc.ServerCredentials:
-    pair = (tls.key.read_bytes(), tls.certificate.read_bytes())
-    if tls.client_ca is None:
-        return grpc.ssl_server_credentials([pair])
-    return grpc.ssl_server_credentials([pair], tls.client_ca.read_bytes(), require_client_auth=True)

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import grpc.aio
 import httpx
@@ -25,26 +25,30 @@ class Running:
     process: asyncio.subprocess.Process
     address: str
     """Of the gRPC door."""
+    channel: grpc.aio.Channel
+    """To there."""
     stub: Any
     http: httpx.AsyncClient
 
 
 @asynccontextmanager
-async def running(*arguments: str, module: str = "tests.server.fake_server") -> AsyncIterator[Running]:
-    """Start a server; kill it if it is still there at the end."""
+async def running(
+    *arguments: str, module: str = "tests.server.fake_server", log: IO[bytes] | int = asyncio.subprocess.PIPE
+) -> AsyncIterator[Running]:
+    """Start a server that logs to a file, or a little to a pipe; kill it if it is still there at the end."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         *("-m", module, *arguments),
         cwd=ROOT,
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
+        stderr=log,
     )
     try:
         assert process.stdout is not None
         address, url = (await process.stdout.readline()).decode().split()
         async with grpc.aio.insecure_channel(address) as channel, httpx.AsyncClient(base_url=url) as http:
-            yield Running(process, address, engine_pb2_grpc.EngineStub(channel), http)
+            yield Running(process, address, channel, engine_pb2_grpc.EngineStub(channel), http)
     finally:
         if process.returncode is None:
             process.kill()
