@@ -172,8 +172,9 @@ class Scheduler:
 
         None with no step in flight means that there is nothing to do, or that everything is held.
         """
-        num_preemptions = self.num_preemptions
         self._pages.grants.clear()
+        self._make_way(now)
+        num_preemptions = self.num_preemptions
         todo = self._table.todo()
         step, chunked = self._plan_running(todo, now)
         all_stay = num_preemptions == self.num_preemptions
@@ -311,6 +312,19 @@ class Scheduler:
 
     # Waiting requests ------------------------------------------------------------------------------------
 
+    def _make_way(self, now: float) -> None:
+        """Preempt a less urgent request where all slots are taken and the next one's class has fewer than
+        are reserved for it. Before a step has rows: it must have none of the victim's."""
+        if self._table.has_free or not len(self._queue):
+            return
+        self._queue.begin_round()
+        request = self._queue.peek(now)
+        if request is None or not self._queue.below_floor(request):
+            return
+        victim = self._pages.victim()
+        if self._queue.precedes(request, victim):
+            self._pages.preempt(victim, now)
+
     def _admit(self, step: StepBuilder, now: float) -> None:
         if not len(self._queue):
             return
@@ -318,7 +332,7 @@ class Scheduler:
         promised: list[int] | None = None
         num_passed = 0
         while not step.full and (request := self._queue.peek(now)) is not None:
-            if not (self._table.has_free or self._yield_slot(request, now)):
+            if not self._table.has_free:
                 return
             promised = promised or self._room.promised()
             # A token of a preempted request may be under way; its slot is filled when that is known.
@@ -332,16 +346,6 @@ class Scheduler:
                 num_passed += 1
                 if num_passed > _MAX_PASSED or not self._queue.set_aside(request, now):
                     return
-
-    def _yield_slot(self, request: Request, now: float) -> bool:
-        """Preempt a less urgent request for one whose class has fewer slots than are reserved for it."""
-        if not self._queue.below_floor(request):
-            return False
-        victim = self._pages.victim()
-        if not self._queue.precedes(request, victim):
-            return False
-        self._pages.preempt(victim, now)
-        return True
 
     def _start(self, request: Request, start: Start, step: StepBuilder) -> None:
         copies: list[tuple[int, int, int]] = []
