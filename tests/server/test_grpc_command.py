@@ -143,7 +143,7 @@ def test_a_real_model_answers_alike_at_every_door(shared_data: Path, tmp_path: P
         )
         assert process.stdout is not None
         try:
-            lines = [(await process.stdout.readline()).decode().rstrip() for _ in range(18)]
+            lines = [(await process.stdout.readline()).decode().rstrip() for _ in range(22)]
             found = await answers(lines[0].split()[1], lines[1].split()[1])
             process.send_signal(signal.SIGTERM)
             assert await process.wait() == 0
@@ -160,12 +160,12 @@ def test_a_real_model_answers_alike_at_every_door(shared_data: Path, tmp_path: P
         "grpc",
         "http",
         "access",
-        *(chosen := ["model", "device", "precision", "pages", "slots", "ladder", "sampling"]),
+        *(chosen := "model device precision pages prefixes policy slots ladder sampling".split()),
         *chosen,
         "ready",
     ]
-    assert lines[10].startswith("model     small is hf (llama, ")
-    assert lines[10].endswith(", overflow to hf")
+    assert lines[12].startswith("model     small is hf (llama, ")
+    assert lines[12].endswith(", overflow to hf")
     with LLM(str(model), num_slots=2, max_chunk=16) as llm:
         (output,) = llm.generate(prompt, SamplingParams(temperature=0.8, seed=7, max_tokens=count))
     assert found == [(output.outputs[0].token_ids, output.outputs[0].text)] * 3

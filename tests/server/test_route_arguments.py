@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 import pytest
 
+from jaxserve.scheduling import SchedulerPolicy
 from server.command import SERVE, read_route_arguments
 from server.route_arguments import RouteArguments
 
@@ -46,6 +48,30 @@ def test_a_route_s_own_options_come_before_those_of_all() -> None:
         "deterministic": True,
     }
     assert (small.max_waiting, small.generation_config) == (5, "none")
+
+
+def test_a_route_s_policy_is_the_file_s_with_its_own_longest_queue(tmp_path: Path) -> None:
+    file = tmp_path / "policy.toml"
+    file.write_text('order = "fcfs"\nmax_waiting = 9\n')
+    default, cold, short = routes(
+        "m",
+        "--route",
+        f"cold=m,policy={file},prefix_cache=false",
+        "--route",
+        f"short=m,policy={file},max_waiting=2",
+    )
+    assert default.read_policy() == SchedulerPolicy()
+    assert (default.prefix_cache, cold.prefix_cache, short.prefix_cache) == (True, False, True)
+    assert [(one.read_policy().order, one.read_policy().max_waiting) for one in (cold, short)] == [
+        ("fcfs", 9),
+        ("fcfs", 2),
+    ]
+    common = routes("a", "b", "--policy", str(file), "--no-prefix-cache", "--max-waiting", "3")
+    assert [one.read_policy().max_waiting for one in common] == [3, 3]
+    assert not any(one.prefix_cache for one in common)
+    file.write_text("order = 'backwards'")
+    with pytest.raises(ValueError, match="backwards"):
+        short.read_policy()
 
 
 @pytest.mark.parametrize(
