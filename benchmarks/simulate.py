@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
@@ -93,7 +95,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     asked.add_argument("--policy", type=names, default=list(POLICIES), help=f"{','.join(POLICIES)}, or files")
     asked.add_argument("--ttft", type=float, help="target in seconds; by default each class's own")
     asked.add_argument("--tpot", type=float, help="likewise")
-    asked.add_argument("--json", type=Path, help="write all figures to this file")
+    asked.add_argument("--json", type=Path, help="add all figures to this file, in place of older ones")
     asked.add_argument("--png", type=Path, help="write the timelines of the highest load to this file")
     return parser.parse_args(arguments)
 
@@ -208,6 +210,14 @@ def print_load(load: float, summaries: Mapping[str, Summary]) -> None:
         )
 
 
+def add_result(path: Path, found: dict[str, Any]) -> None:
+    """Put a run into a file, in place of one of the same load and policy: hours come piece by piece."""
+    runs: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
+    runs = [run for run in runs if (run["load"], run["policy"]) != (found["load"], found["policy"])]
+    runs = sorted([*runs, found], key=lambda run: (run["load"], run["policy"]))
+    path.write_text(json.dumps(runs, indent=1) + "\n")
+
+
 def class_targets(args: argparse.Namespace, trace: Trace) -> dict[str, Target]:
     """For each class in the trace what was asked for, or what the product's class aims at."""
     classes = {one.name: one for one in DEFAULT_CLASSES}
@@ -220,6 +230,7 @@ def class_targets(args: argparse.Namespace, trace: Trace) -> dict[str, Target]:
 
 def main(arguments: list[str] | None = None) -> None:
     args = parse_arguments(arguments)
+    command = "python -m benchmarks.simulate " + shlex.join(sys.argv[1:] if arguments is None else arguments)
     try:
         trace = open_trace(args)
         cost, limits = build_machine(args, trace)
@@ -238,15 +249,14 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(f"benchmarks.simulate: {error}")
     setting = Setting(trace, cost, limits, options, class_targets(args, trace))
     print_setting(setting)
-    results: list[dict[str, object]] = []
     timelines: dict[str, Simulation] = {}
     for load in args.load:
         summaries: dict[str, Summary] = {}
         for policy, contender in contenders.items():
             simulation, summaries[policy], spent = run(setting, load, policy, contender)
-            results.append(
-                {"load": load, "policy": policy, "processor_seconds": spent} | summaries[policy].to_json()
-            )
+            if args.json:
+                found = {"load": load, "policy": policy, "command": command, "processor_seconds": spent}
+                add_result(args.json, found | summaries[policy].to_json())
             if load == max(args.load):
                 timelines[policy] = simulation
             rates = f"{len(trace) / spent:.0f} requests and {simulation.num_steps / spent:.0f} steps a second"
@@ -255,10 +265,6 @@ def main(arguments: list[str] | None = None) -> None:
                 f"processor, {rates}"
             )
         print_load(load, summaries)
-    if args.json:
-        args.json.write_text(
-            json.dumps({"arguments": vars(args), "runs": results}, indent=1, default=str) + "\n"
-        )
     if args.png:
         draw_timelines(timelines, args.png)
 

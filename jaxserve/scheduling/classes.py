@@ -36,8 +36,8 @@ class PriorityClass:
     share: float = number(1.0, 1e-3, 1e6)
     """Weight of the class among those that have work, in tokens served."""
     reserved: float = number(0.0, 0.0, 1.0)
-    """Part of the slots, and of a step's prompt tokens, that is the class's before all others while it has
-    work. Others use it while it has none."""
+    """Part of the slots in use that is the class's before all others while it has work. Others use it while
+    it has none."""
     max_wait: float = number(60.0, 0.0, inf)
     """Seconds in the queue after which a request goes next, whatever the shares say."""
     max_predicted_wait: float | None = number(None, 0.0, inf)

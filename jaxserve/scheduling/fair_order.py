@@ -13,29 +13,27 @@ from jaxserve.scheduling.waiting import Entry, EntryHeap
 class FairOrder:
     """Chooses among waiting entries, in this order:
 
-    1. a class that runs in fewer slots than it has reserved, the most urgent class first;
+    1. a class that runs in less than its reserved part of the slots in use, the most urgent class first;
     2. the request that is longest past its class's `max_wait`;
     3. the class with the lowest counter among those that wait.
 
     Within a class preempted requests return first, by arrival; then comes the tenant with the lowest
     counter, and of that tenant's requests the one with the earliest deadline, then the earliest arrived.
 
+    Of the slots in use, and not of all slots: where pages, or the prompt tokens of steps, run out before
+    slots do, a class could stay below a part of all slots for good, and would go before everybody.
+
     The starvation bound: floors never add up to all slots, so each slot beyond them that turns over goes to
     an overdue request while there is one.
     """
 
-    def __init__(
-        self, policy: SchedulerPolicy, num_slots: int, accounts: Accounts, num_running: Sequence[int]
-    ) -> None:
+    def __init__(self, policy: SchedulerPolicy, accounts: Accounts, num_running: Sequence[int]) -> None:
         """`num_running`: requests in slots by class, kept up to date by the caller."""
         self._accounts = accounts
         self._num_running = num_running
-        self._lines = [
-            _ClassLine(index, one, int(one.reserved * num_slots), accounts)
-            for index, one in enumerate(policy.classes)
-        ]
+        self._lines = [_ClassLine(index, one, accounts) for index, one in enumerate(policy.classes)]
         self._by_rank = sorted(self._lines, key=lambda line: line.rank)
-        self._with_floor = [line for line in self._by_rank if line.floor]
+        self._with_floor = [line for line in self._by_rank if line.reserved]
         self._due = EntryHeap()
         self._level = 0.0
         """Counter of the class served last, the lowest at the time."""
@@ -70,7 +68,7 @@ class FairOrder:
     def pick(self, now: float) -> Entry | None:
         """The entry that is next, or None if there is none to choose."""
         for line in self._with_floor:
-            if line.num_shown and self._num_running[line.index] < line.floor:
+            if line.num_shown and self.below_floor(line.index):
                 return line.head()
         overdue = self._due.peek()
         if overdue is None or overdue.due <= now:
@@ -81,6 +79,11 @@ class FairOrder:
             if line.num_shown and (best is None or counter(line.index) < lowest):
                 best, lowest = line, counter(line.index)
         return None if best is None else best.head()
+
+    def below_floor(self, class_index: int) -> bool:
+        """Whether a class, with one request more, would still run in no more than its part of the slots."""
+        num_slots = sum(self._num_running) + 1
+        return self._num_running[class_index] < int(self._lines[class_index].reserved * num_slots)
 
     def _lowest_level(self) -> float:
         waiting = [self._accounts.counter(line.index) for line in self._lines if line.num_waiting]
@@ -107,11 +110,11 @@ class _ClassLine:
     surfaces. That costs a logarithm for each time a counter grew, at most, and mostly nothing.
     """
 
-    def __init__(self, index: int, priority_class: PriorityClass, floor: int, accounts: Accounts) -> None:
+    def __init__(self, index: int, priority_class: PriorityClass, accounts: Accounts) -> None:
         self.index = index
         self.rank = priority_class.rank
-        self.floor = floor
-        """Slots that are the class's before all others'."""
+        self.reserved = priority_class.reserved
+        """Part of the slots that is the class's before all others'."""
         self.level = 0.0
         """Counter of the tenant served last, the lowest at the time."""
         self.num_waiting = 0

@@ -1,15 +1,18 @@
-"""Shares of the service: who has had how much, and how a step's rows are divided.
+"""Shares of the service: who has had how much.
 
 Each tenant of a class, and each class as a whole, has an *account* with a counter: the tokens that it was
 served, weighted, and divided by its share. Whoever has the lowest counter is served next. A counter is
 raised to the others' when its owner comes back after an absence, so that nobody saves up for a burst
 (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024).
+
+An answer is paid for as it starts, by what is expected of it, and settled when it ends. Paid as it comes, it
+would show too late: the owner of the lowest counter starts one request after another until the first of them
+have run up a debt, and is then shut out until the others have caught up.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +39,7 @@ class Accounts:
         self._counters = np.zeros(64)
         self._rates = np.zeros(64)  # What a weighted token adds to the account's counter.
         self._parents = np.zeros(64, np.int64)
+        self._credits = np.zeros(64)  # Weighted tokens that were paid for and not used, for the next ones.
         for index, one in enumerate(policy.classes):
             self._rates[index] = 1.0 / one.share
 
@@ -72,13 +76,29 @@ class Accounts:
 
     def charge_prompt(self, account: int, num_tokens: int) -> None:
         """Prompt tokens of one request, charged as it starts so that the next choice knows of them."""
-        weighted = num_tokens * self._policy.prompt_weight
+        self._charge_one(account, num_tokens * self._policy.prompt_weight)
+
+    def charge_answer(self, account: int, num_tokens: int) -> None:
+        """Output tokens of one request that are yet to come."""
+        self._charge_one(account, num_tokens * self._policy.output_weight)
+
+    def refund_answer(self, account: int, num_tokens: int) -> None:
+        """Of the output tokens that one request has paid for, so many never came.
+
+        They are taken off what the account is charged next: a counter never goes down.
+        """
         for number in (account, self._parents.item(account)):
-            self._counters[number] += weighted * self._rates[number]
+            self._credits[number] += num_tokens * self._policy.output_weight
 
     def lift(self, account: int, level: float) -> None:
         """The owner comes back among others who have had `level`: what it did not use is gone."""
         self._counters[account] = max(self._counters.item(account), level)
+
+    def _charge_one(self, account: int, weighted: float) -> None:
+        for number in (account, self._parents.item(account)):
+            used = min(weighted, self._credits.item(number))
+            self._credits[number] -= used
+            self._counters[number] += (weighted - used) * self._rates[number]
 
     def _create(self, tenant: str, class_index: int) -> int:
         if len(self._idle) > _MAX_IDLE:
@@ -92,7 +112,7 @@ class Accounts:
                 self._grow()
         self._names[number] = (class_index, tenant)
         self._numbers[class_index, tenant] = number
-        self._counters[number] = 0.0
+        self._counters[number] = self._credits[number] = 0.0
         self._rates[number] = 1.0 / self._policy.tenant(tenant).weight
         self._parents[number] = class_index
         self._idle[number] = None
@@ -100,34 +120,6 @@ class Accounts:
 
     def _grow(self) -> None:
         self._counters = np.concatenate([self._counters, np.zeros_like(self._counters)])
+        self._credits = np.concatenate([self._credits, np.zeros_like(self._credits)])
         self._rates = np.concatenate([self._rates, np.zeros_like(self._rates)])
         self._parents = np.concatenate([self._parents, np.zeros_like(self._parents)])
-
-
-def share_rows(num_rows: int, wanted: Sequence[int], policy: SchedulerPolicy) -> list[int]:
-    """Divide a step's prompt tokens between the classes.
-
-    Args:
-        num_rows: tokens that the step has room for.
-        wanted: for each class of the policy, the tokens that it could use.
-
-    Returns:
-        For each class at most what it wants, together as much of `num_rows` as is wanted: first what each
-        has reserved, then the rest by share, what one class leaves going to the others.
-    """
-    classes = policy.classes
-    granted = [min(want, int(one.reserved * num_rows)) for want, one in zip(wanted, classes, strict=True)]
-    left = num_rows - sum(granted)
-    while left > 0:
-        hungry = [index for index, want in enumerate(wanted) if want > granted[index]]
-        if not hungry:
-            break
-        total_share = sum(classes[index].share for index in hungry)
-        parts = [int(left * classes[index].share / total_share) for index in hungry]
-        if not any(parts):
-            parts[min(range(len(hungry)), key=lambda place: classes[hungry[place]].rank)] = left
-        for index, part in zip(hungry, parts, strict=True):
-            taken = min(part, wanted[index] - granted[index])
-            granted[index] += taken
-            left -= taken
-    return granted

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from math import inf
+from math import ceil, inf
 from typing import Protocol
 
+from jaxserve.scheduling.answer_lengths import AnswerLengths
 from jaxserve.scheduling.classes import PriorityClass, SchedulerPolicy
 from jaxserve.scheduling.fair_order import FairOrder
 from jaxserve.scheduling.fair_shares import Accounts
 from jaxserve.scheduling.plain_orders import FirstComeOrder, LongestPrefixOrder, PrefixScore
-from jaxserve.scheduling.request import Request, RequestState
+from jaxserve.scheduling.request import COMPLETE, Request, RequestState
 from jaxserve.scheduling.waiting import Entry, EntryHeap
 
 _ONE_CLASS = PriorityClass(name="any")
@@ -41,25 +42,25 @@ class RequestQueue:
     passed by `max_passed` others at most, and by nobody once it is overdue.
     """
 
-    def __init__(self, policy: SchedulerPolicy, num_slots: int, *, score: PrefixScore | None = None) -> None:
+    def __init__(self, policy: SchedulerPolicy, *, score: PrefixScore | None = None) -> None:
         """`score`: cached tokens of a request, needed by the order "longest-prefix".
 
-        Raises ValueError if that order has no score, or if there is no slot.
+        Raises ValueError if that order has no score.
         """
-        if num_slots < 1:
-            raise ValueError(f"num_slots {num_slots} is below 1")
         self.policy = policy
-        self._num_slots = num_slots
         self.accounts = Accounts(policy)
         self._num_waiting = [0] * len(policy.classes)
         self._num_running = [0] * len(policy.classes)
         self._num_of_tenant: Counter[str] = Counter()
-        self._order = self._make_order(num_slots, score)
+        self._order = self._make_order(score)
         self._waiting: dict[Request, Entry] = {}
         self._running: dict[Request, Entry] = {}
         self._deadlines = EntryHeap()
         self._expired: list[Entry] = []
         self._aside: list[Entry] = []
+        self._lengths = AnswerLengths(policy)
+        self._paid: dict[Request, int] = {}
+        """Output tokens that requests have paid for in advance."""
         self._num_may_pass = policy.max_passed
         """Requests that may yet start in this round while others are set aside."""
 
@@ -134,6 +135,29 @@ class RequestQueue:
                 passed.num_passed += 1
         return entry.account
 
+    def prepay(self, request: Request) -> int:
+        """Charge a started request for the answer that is expected of it, once; return its output tokens for
+        which it has paid. Those beyond are charged as they come."""
+        paid = self._paid.get(request)
+        if paid is None:
+            entry = self._running[request]
+            paid = ceil(self._lengths.mean(entry.class_index, request.submission.max_tokens))
+            self._paid[request] = paid
+            self.accounts.charge_answer(entry.account, paid)
+        return paid
+
+    def settle(self, request: Request) -> None:
+        """A request has ended, and is about to leave: what it has paid for and not had is its account's."""
+        paid = self._paid.pop(request, None)
+        if paid is None:
+            return
+        entry = self._waiting.get(request) or self._running[request]
+        num_output = len(request.output)
+        if request.state in COMPLETE:
+            self._lengths.observe(entry.class_index, num_output)
+        if num_output < paid:
+            self.accounts.refund_answer(entry.account, paid - num_output)
+
     def leave(self, request: Request) -> None:
         """A started request has given up its slot."""
         entry = self._running.pop(request)
@@ -193,11 +217,11 @@ class RequestQueue:
         return self.policy.classes[self.class_index(request)]
 
     def below_floor(self, request: Request) -> bool:
-        """Whether a waiting request's class runs fewer requests than the slots reserved for it."""
+        """Whether a waiting request's class runs in less than its reserved part of the slots in use."""
         if self.policy.order != "fair":
             return False
         index = self.class_index(request)
-        return self._num_running[index] < int(self.policy.classes[index].reserved * self._num_slots)
+        return self._num_running[index] < int(self.policy.classes[index].reserved * len(self._running))
 
     def precedes(self, request: Request, other: Request) -> bool:
         """Whether a request is of a more urgent class than another."""
@@ -215,9 +239,9 @@ class RequestQueue:
         spared = request.num_admissions > self.policy.max_preemptions
         return spared, -self.priority_class(request).rank, num_computed, -arrival, -sample
 
-    def _make_order(self, num_slots: int, score: PrefixScore | None) -> Order:
+    def _make_order(self, score: PrefixScore | None) -> Order:
         if self.policy.order == "fair":
-            return FairOrder(self.policy, num_slots, self.accounts, self._num_running)
+            return FairOrder(self.policy, self.accounts, self._num_running)
         if self.policy.order == "fcfs":
             return FirstComeOrder()
         if score is None:

@@ -45,6 +45,8 @@ FINISH_REASONS: dict[RequestState, FinishReason] = {
     RequestState.FAILED: "error",
 }
 
+COMPLETE = frozenset({RequestState.STOPPED, RequestState.EXHAUSTED})
+"""The ends of answers that nobody cut off."""
 _ENDS = frozenset(FINISH_REASONS)
 TRANSITIONS: dict[RequestState, frozenset[RequestState]] = {
     RequestState.WAITING: frozenset(

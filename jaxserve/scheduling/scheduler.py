@@ -68,7 +68,7 @@ class Scheduler:
         max_running = min(limits.num_slots, largest.rows, largest.sequences, largest.logit_rows)
         self._table = SlotTable(max_running, limits.page_size)
         self._pool = PagePool(limits.num_pages)
-        self._queue = RequestQueue(policy, max_running, score=self._num_cached)
+        self._queue = RequestQueue(policy, score=self._num_cached)
         self.cache = (
             None if cache is None else PrefixCache(cache, self._pool, limits, self.budget.seconds_per_token)
         )
@@ -207,7 +207,7 @@ class Scheduler:
         `tokens` holds one for each logit row; those that ended meanwhile take none, and have to be finished
         before the next iteration's are taken.
         """
-        self._queue.accounts.charge(step.accounts, 1)
+        self._charge(step)
         arrivals = take_tokens(self._table, step, tokens, self._is_eos)
         if self.cache is not None:
             self._store_pages(self.cache, step.slots)
@@ -230,6 +230,7 @@ class Scheduler:
         """End a request, from whichever state, and take back what it holds."""
         running = request.state is RequestState.RUNNING
         request.advance(state)
+        self._queue.settle(request)
         if running:
             self._pages.take_back(request)
         elif request.queued:
@@ -332,7 +333,7 @@ class Scheduler:
         promised: list[int] | None = None
         num_passed = 0
         while not step.full and (request := self._queue.peek(now)) is not None:
-            if not self._table.has_free:
+            if not self._has_slot(request):
                 return
             promised = promised or self._room.promised()
             # A token of a preempted request may be under way; its slot is filled when that is known.
@@ -346,6 +347,15 @@ class Scheduler:
                 num_passed += 1
                 if num_passed > _MAX_PASSED or not self._queue.set_aside(request, now):
                     return
+
+    def _has_slot(self, request: Request) -> bool:
+        """Whether a slot is free in which neither it nor those that run would miss the tightest TPOT."""
+        table = self._table
+        if not (table.has_free and len(table)):
+            return table.has_free
+        tightest = float(table.tpot_target[table.order].min())
+        tightest = min(tightest, self._queue.priority_class(request).tpot_target)
+        return tightest == np.inf or len(table) < self.budget.max_decoding(tightest)
 
     def _start(self, request: Request, start: Start, step: StepBuilder) -> None:
         copies: list[tuple[int, int, int]] = []
@@ -366,9 +376,18 @@ class Scheduler:
         request.advance(RequestState.RUNNING)
         request.num_admissions += 1
         self._table.enter(request, num_computed, account, self._queue.priority_class(request))
+        self._table.prepaid[request.slot] = len(request.submission.prompt) + self._queue.prepay(request)
         step.load(request, num_computed, copies)
         step.add(request, chunk, todo)
         self._prompts.drop_heir(request)
+
+    def _charge(self, step: ScheduledStep) -> None:
+        """Charge the tokens that a step brings to answers that are longer than was expected."""
+        table, slots = self._table, step.slots
+        late = table.known[slots] - table.pending[slots] >= table.prepaid[slots]
+        late &= table.serial[slots] == step.serials
+        if late.any():
+            self._queue.accounts.charge(step.accounts[late], 1)
 
     def _store_pages(self, cache: PrefixCache, slots: IntArray) -> None:
         """Add the pages to the cache that have become full, computed and known to the host."""

@@ -48,6 +48,8 @@ class SlotTable:
         """Gated, and the last token has not been seen."""
         self.account = column()
         """Whom the tokens are charged to."""
+        self.prepaid = column()
+        """Known tokens up to which the account has been charged in advance."""
         self.rank = column()
         """How urgent the request's class is: 0 is the most."""
         self.tpot_target = np.full(num_slots, np.inf)

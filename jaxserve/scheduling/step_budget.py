@@ -46,6 +46,12 @@ class StepTimes:
         """Seconds of a step of that shape with so many rows in use."""
         return max(self._trend(shape_rows, num_rows) + self._corrections.get(shape_rows, 0.0), 0.0)
 
+    def most_rows(self, shape_rows: int, seconds: float) -> float:
+        """Rows in use with which a step of that shape takes so long; negative if it always takes longer."""
+        left = seconds - self._trend(shape_rows, 0) - self._corrections.get(shape_rows, 0.0)
+        per_row = self._coefficients[2]
+        return left / per_row if per_row > 0.0 else inf if left >= 0.0 else -1.0
+
     def observe(self, shape_rows: int, num_rows: int, seconds: float) -> None:
         """A step took so long. Raises ValueError for a time that no clock could show."""
         if not 0.0 <= seconds < inf:
@@ -94,6 +100,8 @@ class StepTimes:
 
 _LEAST_STRETCH = 1.5
 """What prompts may make of a step that is beyond the target without them."""
+_MOST_BEYOND = 0.5
+"""Of the target, what a step may take beyond it if those before it took less."""
 
 
 class TokenBudget:
@@ -122,6 +130,8 @@ class TokenBudget:
         self._headroom = headroom
         self._max_pause = max_pause
         self._num_paused = 0
+        self._saved = 0.0
+        """Seconds that the latest steps took less than the target: it is one for the mean."""
         self.times = StepTimes()
 
     def observe(self, shape_rows: int, num_rows: int, seconds: float) -> None:
@@ -137,9 +147,11 @@ class TokenBudget:
         """Prompt tokens that the next step may compute; ask only when there is a prompt to compute.
 
         The largest shape whose predicted time keeps `tightest_tpot`, the lowest target in seconds among the
-        `num_decoding` requests that have a row each, less these rows. If not even the smallest keeps it,
-        0 in most steps, and that smallest one's room in one of `max_pause` + 1, so that prompts move on. A
-        target that a step without any prompt would miss asks only that prompts make it half as long again.
+        `num_decoding` requests that have a row each, less these rows. Steps keep it in the mean, so that
+        large shapes and small ones take turns where shapes lie far apart; none takes half as long again.
+        If not even the smallest keeps it, 0 in most steps, and that smallest one's room in one of
+        `max_pause` + 1, so that prompts move on. A target that a step without any prompt would miss asks
+        only that prompts make it half as long again.
         """
         ladder = self._limits.chunk_shapes
         shapes = [shape for shape in ladder if self._room(shape, num_decoding)]
@@ -147,31 +159,52 @@ class TokenBudget:
             largest = ladder[-1]  # Whatever is left beside the answers, little as it is.
             return max(0, min(largest.rows - num_decoding, self._max_chunk))
         target = self._target(num_decoding, tightest_tpot)
-        kept = [shape for shape in shapes if self.times.predict(shape.rows, shape.rows) <= target]
-        if kept:
-            self._num_paused = 0
-            return self._most(kept, num_decoding)
-        if self._num_paused < self._max_pause:
+        if target == inf:
+            return self._room(self._fill(shapes, num_decoding), num_decoding)
+        self._saved = min(self._saved, target)
+        allowed = target + min(self._saved, _MOST_BEYOND * target)
+        kept = [shape for shape in shapes if self.times.predict(shape.rows, shape.rows) <= allowed]
+        if not kept and self._num_paused < self._max_pause:
             self._num_paused += 1
+            self._saved += max(target - self._alone(num_decoding), 0.0)
             return 0
         self._num_paused = 0
-        return self._room(shapes[0], num_decoding)
+        shape = self._fill(kept, num_decoding) if kept else shapes[0]
+        self._saved = max(self._saved + target - self.times.predict(shape.rows, shape.rows), 0.0)
+        return self._room(shape, num_decoding)
+
+    def max_decoding(self, tightest_tpot: float) -> int:
+        """Answers that can go on side by side in steps that keep `tightest_tpot`; no bound, which is the
+        number of slots, where a step for a single one would miss it."""
+        limit = self._headroom * tightest_tpot
+        shapes = self._limits.decode_shapes
+        if limit == inf or self.times.predict(shapes[0].rows, 1) > limit:
+            return self._limits.num_slots
+        for shape, smaller in zip(shapes[:0:-1], shapes[-2::-1], strict=True):
+            most = self.times.most_rows(shape.rows, limit)
+            if most > smaller.rows:
+                return int(min(most, shape.rows))
+        return shapes[0].rows
 
     def _target(self, num_decoding: int, tightest_tpot: float) -> float:
         """Seconds that the next step may take."""
         if not num_decoding or tightest_tpot == inf:
             return inf
-        rows = next((s.rows for s in self._limits.decode_shapes if s.rows >= num_decoding), num_decoding)
-        alone = self.times.predict(rows, num_decoding)
+        alone = self._alone(num_decoding)
         return max(tightest_tpot * self._headroom, alone * _LEAST_STRETCH if alone > tightest_tpot else 0.0)
 
-    def _most(self, shapes: list[StepShape], num_decoding: int) -> int:
-        """The room of the largest shape that `max_chunk` can fill, to the row: a chunk that spilled a few
-        rows into the next shape would pay for all of it. Only if that leaves less than half a chunk, more."""
+    def _alone(self, num_decoding: int) -> float:
+        """Seconds of a step without any prompt."""
+        rows = next((s.rows for s in self._limits.decode_shapes if s.rows >= num_decoding), num_decoding)
+        return self.times.predict(rows, num_decoding)
+
+    def _fill(self, shapes: list[StepShape], num_decoding: int) -> StepShape:
+        """The largest shape that `max_chunk` can fill, to the row: a chunk that spilled a few rows into the
+        next shape would pay for all of it. Only if that leaves less than half a chunk, a larger one."""
         for shape in shapes:
             if shape.rows >= max(self._max_chunk, 2 * num_decoding):
-                return self._room(shape, num_decoding)
-        return self._room(shapes[-1], num_decoding)
+                return shape
+        return shapes[-1]
 
     def _room(self, shape: StepShape, num_decoding: int) -> int:
         """Prompt tokens that fit beside the answers; 0 if so few that the shape is not worth its price."""

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from jaxserve.scheduling.classes import PriorityClass, SchedulerPolicy
-from jaxserve.scheduling.fair_shares import Accounts, share_rows
+from jaxserve.scheduling.classes import SchedulerPolicy
+from jaxserve.scheduling.fair_shares import Accounts
 
 POLICY = SchedulerPolicy.from_mapping({"tenants": {"big": {"weight": 2}}})
 INTERACTIVE, DEFAULT = 0, 1
@@ -63,38 +60,16 @@ def test_accounts_of_those_who_left_are_used_again_and_of_those_who_are_here_nev
     assert accounts.counter(resident) == 7.0
 
 
-@pytest.mark.parametrize(
-    ("num_rows", "wanted", "granted"),
-    [
-        (160, [1000, 1000, 1000, 1000], [93, 45, 6, 16]),
-        (160, [0, 0, 0, 1000], [0, 0, 0, 160]),
-        (160, [10, 0, 0, 1000], [10, 0, 0, 150]),
-        (160, [10, 20, 30, 40], [10, 20, 30, 40]),
-        (1, [5, 5, 5, 5], [1, 0, 0, 0]),
-        (0, [5, 5, 5, 5], [0, 0, 0, 0]),
-    ],
-)
-def test_rows_go_by_floor_and_share(num_rows: int, wanted: list[int], granted: list[int]) -> None:
-    assert share_rows(num_rows, wanted, POLICY) == granted
-
-
-CLASSES = st.lists(
-    st.tuples(st.floats(0.01, 100), st.floats(0, 0.2), st.integers(0, 3), st.integers(0, 500)),
-    min_size=1,
-    max_size=4,
-)
-
-
-@given(CLASSES, st.integers(0, 600))
-def test_no_row_is_lost_and_every_floor_holds(
-    drawn: list[tuple[float, float, int, int]], num_rows: int
-) -> None:
-    classes = tuple(
-        PriorityClass(name=str(index), share=share, reserved=reserved, rank=rank)
-        for index, (share, reserved, rank, _) in enumerate(drawn)
-    )
-    wanted = [want for *_, want in drawn]
-    granted = share_rows(num_rows, wanted, SchedulerPolicy(classes=classes))
-    assert sum(granted) == min(num_rows, sum(wanted))
-    for one, want, grant in zip(classes, wanted, granted, strict=True):
-        assert min(want, int(one.reserved * num_rows)) <= grant <= want
+def test_what_was_paid_for_and_not_used_pays_for_what_comes_next() -> None:
+    accounts = Accounts(POLICY)
+    big = accounts.index("big", DEFAULT)
+    accounts.charge_answer(big, 100)
+    assert (accounts.counter(big), accounts.counter(DEFAULT)) == (100, 50)
+    accounts.refund_answer(big, 60)
+    assert accounts.counter(big) == 100, "a counter never goes down"
+    accounts.charge_prompt(big, 50)  # An output token counts for two.
+    assert accounts.counter(big) == 100
+    accounts.charge_prompt(accounts.index("small", DEFAULT), 90)
+    assert accounts.counter(DEFAULT) == 50 + (90 - 70) / 4, "the class had 70 left"
+    accounts.charge_answer(big, 40)
+    assert accounts.counter(big) == 100 + (80 - 70) / 2

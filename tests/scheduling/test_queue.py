@@ -11,7 +11,7 @@ import pytest
 
 from jaxserve.scheduling.classes import PriorityClass, SchedulerPolicy
 from jaxserve.scheduling.queue import RequestQueue
-from jaxserve.scheduling.request import Request
+from jaxserve.scheduling.request import Request, RequestState
 from tests.scheduling.waiting_requests import make_request, preempt, start_next
 
 FAIR = SchedulerPolicy()
@@ -39,7 +39,7 @@ def drain(queue: RequestQueue, now: float = 0.0) -> list[Request]:
 
 
 def test_one_class_and_one_tenant_is_first_come_first_served() -> None:
-    queue = RequestQueue(FAIR, 4)
+    queue = RequestQueue(FAIR)
     requests = [make_request() for _ in range(5)]
     push_all(queue, *reversed(requests))
     assert drain(queue) == requests
@@ -47,14 +47,14 @@ def test_one_class_and_one_tenant_is_first_come_first_served() -> None:
 
 
 def test_the_earliest_deadline_goes_first_and_none_is_the_latest() -> None:
-    queue = RequestQueue(FAIR, 4)
+    queue = RequestQueue(FAIR)
     none, late, early, equal = (make_request(deadline=deadline) for deadline in (None, 9.0, 5.0, 5.0))
     push_all(queue, none, late, early, equal)
     assert drain(queue) == [early, equal, late, none]
 
 
 def test_expired_requests_are_handed_over_once_and_never_chosen() -> None:
-    queue = RequestQueue(FAIR, 4)
+    queue = RequestQueue(FAIR)
     soon, late, none = (make_request(deadline=deadline) for deadline in (5.0, 9.0, None))
     push_all(queue, soon, late, none)
     assert queue.expire(4.9) == []
@@ -73,7 +73,7 @@ def test_expired_requests_are_handed_over_once_and_never_chosen() -> None:
 
 
 def test_preempted_requests_return_before_the_new_ones_of_their_class() -> None:
-    queue = RequestQueue(NO_FLOORS, 4)
+    queue = RequestQueue(NO_FLOORS)
     first, second = make_request(prompt_len=1), make_request(prompt_len=1)
     push_all(queue, first, second)
     assert [start_next(queue), start_next(queue)] == [first, second]
@@ -86,7 +86,7 @@ def test_preempted_requests_return_before_the_new_ones_of_their_class() -> None:
 
 
 def test_who_returns_is_charged_its_prompt_once() -> None:
-    queue = RequestQueue(FAIR, 4)
+    queue = RequestQueue(FAIR)
     request = make_request("a", prompt_len=100)
     queue.push(request, 0.0)
     account = queue.start(queue.peek(0.0) or request, num_cached=40)
@@ -98,7 +98,7 @@ def test_who_returns_is_charged_its_prompt_once() -> None:
 
 
 def test_tenants_take_turns_by_what_they_were_served() -> None:
-    queue = RequestQueue(FAIR, 4)
+    queue = RequestQueue(FAIR)
     flood = [make_request("flood", prompt_len=100) for _ in range(6)]
     push_all(queue, *flood)
     assert start_next(queue) is flood[0]
@@ -111,7 +111,7 @@ def test_tenants_take_turns_by_what_they_were_served() -> None:
 
 def test_output_counts_double_and_weights_divide() -> None:
     policy = SchedulerPolicy.from_mapping({"tenants": {"b": {"weight": 4}}})
-    queue = RequestQueue(policy, 4)
+    queue = RequestQueue(policy)
     a, b = (make_request(tenant, prompt_len=8) for tenant in "ab")
     push_all(queue, a, b, *(make_request(tenant, prompt_len=8) for tenant in "ab"))
     accounts = [queue.start(a), queue.start(b)]
@@ -128,7 +128,7 @@ def test_output_counts_double_and_weights_divide() -> None:
 
 
 def test_nobody_saves_up_while_away() -> None:
-    queue = RequestQueue(FAIR, 100)
+    queue = RequestQueue(FAIR)
     push_all(queue, *(make_request("steady", prompt_len=100) for _ in range(30)))
     for _ in range(10):
         start_next(queue)
@@ -138,7 +138,7 @@ def test_nobody_saves_up_while_away() -> None:
 
 
 def test_classes_share_by_weight_and_ties_go_to_the_urgent() -> None:
-    queue = RequestQueue(NO_FLOORS, 4)
+    queue = RequestQueue(NO_FLOORS)
     for priority in ("batch", "default", "interactive"):
         push_all(queue, *(make_request(priority=priority, prompt_len=80) for _ in range(40)))
     order = [request.submission.terms.priority for request in drain(queue)]
@@ -147,7 +147,7 @@ def test_classes_share_by_weight_and_ties_go_to_the_urgent() -> None:
 
 
 def test_an_urgent_request_does_not_wait_behind_a_patient_backlog() -> None:
-    queue = RequestQueue(NO_FLOORS, 4)
+    queue = RequestQueue(NO_FLOORS)
     push_all(queue, *(make_request(priority="batch", prompt_len=1000) for _ in range(50)))
     for _ in range(10):
         start_next(queue)
@@ -157,19 +157,19 @@ def test_an_urgent_request_does_not_wait_behind_a_patient_backlog() -> None:
 
 
 def test_a_class_below_its_floor_goes_before_the_overdue() -> None:
-    queue = RequestQueue(FAIR, 8)  # Interactive has 2 slots, default 1.
-    batch = [make_request(priority="batch") for _ in range(5)]
+    queue = RequestQueue(FAIR)  # Interactive has a quarter of the slots in use.
+    batch = [make_request(priority="batch") for _ in range(12)]
     chats = [make_request(priority="interactive", arrival=4000.0) for _ in range(4)]
     push_all(queue, *batch)
     push_all(queue, *chats, now=4000.0)
-    assert [start_next(queue, 4000.0) for _ in range(4)] == [chats[0], chats[1], batch[0], batch[1]]
-    assert queue.num_running(0) == 2
+    started = [start_next(queue, 4000.0) for _ in range(9)]
+    assert started == [*batch[:3], chats[0], *batch[3:6], chats[1], batch[6]]
     queue.leave(chats[0])
     assert start_next(queue, 4000.0) is chats[2]
 
 
 def test_the_overdue_go_next_longest_past_their_limit_first() -> None:
-    queue = RequestQueue(NO_FLOORS, 4)
+    queue = RequestQueue(NO_FLOORS)
     batch = make_request(priority="batch", arrival=0.0)  # Due at 3600.
     default = make_request(priority="default", arrival=3580.0)  # Due at 3640.
     chat = make_request(priority="interactive", arrival=3600.0)  # Due at 3610.
@@ -180,7 +180,7 @@ def test_the_overdue_go_next_longest_past_their_limit_first() -> None:
 
 
 def test_a_preempted_request_waits_anew() -> None:
-    queue = RequestQueue(NO_FLOORS, 4)
+    queue = RequestQueue(NO_FLOORS)
     batch = make_request(priority="batch")
     queue.push(batch, 0.0)
     start_next(queue)
@@ -194,7 +194,7 @@ def test_a_preempted_request_waits_anew() -> None:
 
 
 def test_lengths_by_class_and_tenant() -> None:
-    queue = RequestQueue(FAIR, 4)
+    queue = RequestQueue(FAIR)
     a, b, c = make_request("x"), make_request("x", "batch"), make_request("y")
     push_all(queue, a, b, c)
     assert (len(queue), queue.num_waiting(1), queue.num_waiting(3)) == (3, 2, 1)
@@ -211,7 +211,7 @@ def test_lengths_by_class_and_tenant() -> None:
 
 
 def test_a_request_without_room_is_passed_a_few_times_only() -> None:
-    queue = RequestQueue(SchedulerPolicy(max_passed=3), 100)
+    queue = RequestQueue(SchedulerPolicy(max_passed=3))
     large = make_request(prompt_len=1000)
     small = [make_request() for _ in range(8)]
     push_all(queue, large, *small)
@@ -233,7 +233,7 @@ def test_a_request_without_room_is_passed_a_few_times_only() -> None:
 
 
 def test_an_overdue_request_is_passed_by_nobody() -> None:
-    queue = RequestQueue(FAIR, 100)
+    queue = RequestQueue(FAIR)
     large, small = make_request(prompt_len=1000), make_request()
     push_all(queue, large, small)
     assert not queue.set_aside(large, 60.0)
@@ -245,7 +245,7 @@ def test_an_overdue_request_is_passed_by_nobody() -> None:
 
 
 def test_the_victim_is_the_least_urgent_then_has_the_least_to_lose() -> None:
-    queue = RequestQueue(FAIR, 100)
+    queue = RequestQueue(FAIR)
     work = [("interactive", 5), ("batch", 50), ("default", 1), ("batch", 40), ("batch", 40)]
     requests = [make_request(priority=priority) for priority, _ in work]
     computed = {request: num_computed for request, (_, num_computed) in zip(requests, work, strict=True)}
@@ -264,12 +264,16 @@ def test_the_victim_is_the_least_urgent_then_has_the_least_to_lose() -> None:
 
 
 def test_floors_and_ranks_are_told() -> None:
-    queue = RequestQueue(FAIR, 8)
+    queue = RequestQueue(FAIR)
+    push_all(queue, *(make_request(priority="default") for _ in range(8)))
+    for _ in range(8):
+        start_next(queue)
     chats, batch = [make_request(priority="interactive") for _ in range(3)], make_request(priority="batch")
     push_all(queue, *chats, batch)
     assert queue.below_floor(chats[2])
     assert not queue.below_floor(batch), "a sixteenth of eight slots is none"
     start_next(queue)
+    assert queue.below_floor(chats[2]), "a quarter of nine is two"
     start_next(queue)
     assert not queue.below_floor(chats[2])
     assert (queue.priority_class(chats[0]).rank, queue.priority_class(batch).rank) == (0, 3)
@@ -278,8 +282,43 @@ def test_floors_and_ranks_are_told() -> None:
     assert not queue.precedes(chats[0], chats[1])
 
 
+def test_an_answer_is_paid_for_as_it_starts_and_settled_as_it_ends() -> None:
+    queue = RequestQueue(FAIR)
+    short, long, cut_off, next_one = (make_request("a", prompt_len=10, max_tokens=1000) for _ in range(4))
+    push_all(queue, short, long, cut_off, next_one)
+    for request in (short, long, cut_off):
+        account = queue.start(request)
+        assert queue.prepay(request) == 256, "as the class expects"
+        request.advance(RequestState.RUNNING)
+    paid = 3 * (10 + 2 * 256)
+    assert queue.accounts.counter(account) == paid
+
+    preempt(queue, long)
+    queue.start(long)
+    assert queue.prepay(long) == 256
+    assert queue.accounts.counter(account) == paid, "once"
+
+    for request, num_output, end in (
+        (short, 6, RequestState.STOPPED),
+        (long, 300, RequestState.STOPPED),
+        (cut_off, 0, RequestState.ABORTED),
+    ):
+        request.output = [0] * num_output
+        request.advance(end)
+        queue.settle(request)
+        queue.leave(request)
+    assert queue.accounts.counter(account) == paid, "a counter never goes down"
+    queue.start(next_one)
+    assert queue.accounts.counter(account) == paid
+    expected = queue.prepay(next_one)
+    assert 225 <= expected <= 246, "learnt from the two that came to their end"
+    unused = 250 + 256
+    assert queue.accounts.counter(account) == paid + max(0, 10 + 2 * expected - 2 * unused)
+    assert queue.accounts.counter(1) == paid / 4, "as for the class"
+
+
 def test_first_come_order_knows_only_arrival() -> None:
-    queue = RequestQueue(SchedulerPolicy.first_come(), 4)
+    queue = RequestQueue(SchedulerPolicy.first_come())
     requests = [
         make_request("a", "batch"),
         make_request("b", "interactive", deadline=9.0),
@@ -299,7 +338,7 @@ def test_first_come_order_knows_only_arrival() -> None:
 
 def test_longest_prefix_order_serves_the_cache() -> None:
     cached: dict[Request, int] = {}
-    queue = RequestQueue(SchedulerPolicy.longest_prefix(), 4, score=lambda request: cached.get(request, 0))
+    queue = RequestQueue(SchedulerPolicy.longest_prefix(), score=lambda request: cached.get(request, 0))
     requests = [make_request() for _ in range(4)]
     push_all(queue, *requests)
     cached[requests[2]] = 8
@@ -310,16 +349,14 @@ def test_longest_prefix_order_serves_the_cache() -> None:
     queue.remove(requests[0])
     assert drain(queue) == [requests[2], requests[3]]
     with pytest.raises(ValueError, match="needs a score"):
-        RequestQueue(SchedulerPolicy.longest_prefix(), 4)
+        RequestQueue(SchedulerPolicy.longest_prefix())
 
 
 def test_a_request_of_no_class_is_refused_and_leaves_no_trace() -> None:
-    queue = RequestQueue(FAIR, 4)
+    queue = RequestQueue(FAIR)
     with pytest.raises(ValueError, match="'urgent' is not a class"):
         queue.push(make_request(priority="urgent"), 0.0)
     assert len(queue) == 0
-    with pytest.raises(ValueError, match="num_slots 0 is below 1"):
-        RequestQueue(FAIR, 0)
 
 
 def seconds_per_turnover(num_waiting: int) -> float:
@@ -331,7 +368,7 @@ def seconds_per_turnover(num_waiting: int) -> float:
         deadline = now + 1e6 + rng.random() if rng.random() < 0.5 else None
         return make_request(f"t{rng.randrange(500)}", rng.choice(priorities), arrival=now, deadline=deadline)
 
-    queue = RequestQueue(FAIR, 256)
+    queue = RequestQueue(FAIR)
     push_all(queue, *(fresh(0.0) for _ in range(num_waiting + 256)))
     running = [start_next(queue) for _ in range(256)]
     accounts = np.array(

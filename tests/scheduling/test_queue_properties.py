@@ -22,7 +22,6 @@ CLASSES = (
     PriorityClass(name="batch", rank=3, share=1, max_wait=50),
 )
 NUM_SLOTS = 4
-FLOOR = 2
 POLICY = SchedulerPolicy(classes=CLASSES, max_passed=3)
 TENANTS = ["x", "y", "z"]
 
@@ -32,7 +31,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     @initialize()
     def set_up(self) -> None:
-        self.queue = RequestQueue(POLICY, NUM_SLOTS)
+        self.queue = RequestQueue(POLICY)
         self.now = 0.0
         self.waiting: dict[Request, float] = {}
         """When each will have waited longer than its class allows."""
@@ -156,7 +155,7 @@ class QueueMachine(RuleBasedStateMachine):
         index = POLICY.class_index
         num_interactive = sum(index(request.submission.terms) == 0 for request in self.running)
         urgent = [request for request in self.candidates() if index(request.submission.terms) == 0]
-        if urgent and num_interactive < FLOOR:
+        if urgent and num_interactive < (len(self.running) + 1) // 2:
             assert index(chosen.submission.terms) == 0
             return
         overdue = [(due, request) for request, due in self.waiting.items() if due <= self.now]
@@ -199,7 +198,7 @@ def test_two_backlogged_tenants_are_served_alike(seed: int, weights: tuple[float
     policy = SchedulerPolicy.from_mapping(
         {"tenants": {name: {"weight": weight} for name, weight in zip(names, weights, strict=True)}}
     )
-    queue = RequestQueue(policy, num_slots)
+    queue = RequestQueue(policy)
     served = dict.fromkeys(names, 0.0)
     left: dict[Request, int] = {}
     accounts: dict[Request, int] = {}
@@ -241,7 +240,7 @@ def test_nobody_waits_longer_than_the_limit_and_a_turnover(seed: int) -> None:
         PriorityClass(name="urgent", rank=0, share=1000, reserved=0.5, max_wait=inf),
         PriorityClass(name="patient", rank=1, share=0.001, max_wait=40),
     )
-    queue = RequestQueue(SchedulerPolicy(classes=classes), NUM_SLOTS)
+    queue = RequestQueue(SchedulerPolicy(classes=classes))
     ends: dict[Request, int] = {}
     num_patient = 0
     for now in range(600):

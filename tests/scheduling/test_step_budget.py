@@ -44,11 +44,24 @@ def test_a_chunk_limit_picks_the_shape_that_it_fills() -> None:
     assert trained(TokenBudget(LIMITS, max_chunk=200)).budget(10) == 200
 
 
+def test_steps_keep_the_target_in_the_mean_where_shapes_lie_far_apart() -> None:
+    """The largest shape takes 46 ms, the next 15; in the mean 36 are allowed, and never half as much more."""
+    budget = trained(TokenBudget(LIMITS))
+    rows = [budget.budget(10, 0.04) for _ in range(300)]
+    assert rows[0] == 246, "nothing has been saved yet"
+    assert set(rows) == {246, 1014}
+    times = [seconds(row + 10) for row in rows]
+    assert 0.9 * 0.036 < np.mean(times) < 1.02 * 0.036
+    tight = [budget.budget(10, 0.03) for _ in range(100)]  # 46 is more than half beyond 27.
+    assert set(tight[1:]) == {246}
+
+
 def test_a_target_that_cannot_be_kept_pauses_prompts_but_never_for_long() -> None:
-    budget = trained(TokenBudget(LIMITS, max_pause=3))
-    assert [budget.budget(10, 0.008) for _ in range(9)] == [0, 0, 0, 54, 0, 0, 0, 54, 0]
+    limits = make_limits(num_slots=32, chunk_rows=(256, 1024))
+    budget = trained(TokenBudget(limits, max_pause=3))
+    assert [budget.budget(10, 0.008) for _ in range(9)] == [0, 0, 0, 246, 0, 0, 0, 246, 0]
     assert budget.budget(10, 0.02) == 246
-    assert [budget.budget(10, 0.008) for _ in range(4)] == [0, 0, 0, 54]
+    assert [budget.budget(10, 0.008) for _ in range(4)] == [0, 0, 0, 246]
 
 
 def test_a_target_that_is_missed_without_prompts_lets_them_cost_half_as_much_again() -> None:
@@ -70,6 +83,21 @@ def test_the_model_stands_noise_and_pauses_and_fills_in_the_unmeasured() -> None
     for rows in (64, 256, 1024):
         assert times.predict(rows, rows) == pytest.approx(seconds(rows), rel=0.08)
     assert times.predict(512, 512) == pytest.approx(seconds(512), rel=0.15)
+
+
+def test_so_many_may_decode_side_by_side() -> None:
+    """A machine whose decode steps take 4 ms, and 0.1 ms for each row in use."""
+    limits = make_limits(num_slots=64, chunk_rows=(64, 256, 1024))
+    budget = TokenBudget(limits)
+    assert budget.max_decoding(inf) == 64
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        rows = int(rng.integers(1, 65))
+        shape = next(shape.rows for shape in limits.decode_shapes if shape.rows >= rows)
+        budget.observe(shape, rows, 4e-3 + 1e-4 * rows)
+    assert budget.max_decoding(0.0071 / 0.9) == pytest.approx(31, abs=2)
+    assert budget.max_decoding(1.0) == 64
+    assert budget.max_decoding(0.001) == 64, "it is missed by a single one already"
 
 
 def test_a_lasting_change_is_learnt() -> None:
