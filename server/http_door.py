@@ -18,6 +18,9 @@ from server.http.options import HttpOptions
 from server.http.tool_speech import ToolParserName
 
 _START_POLL = 0.005
+_KEEP_ALIVE_SECONDS = 75
+"""For an idle connection. Longer than usual clients keep one (httpx, so OpenAI's, 5 s): one that the server
+closes just as its client uses it again is a request that fails."""
 
 
 class _Uvicorn(uvicorn.Server):
@@ -58,7 +61,9 @@ class HttpDoor:
         self._scheme = "http" if tls is None else "https"
         options = HttpOptions(tokens=tokens, allow_origins=tuple(allow_origins), tool_parser=tool_parser)
         app = build_app(routes, options)
-        config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off")
+        config = uvicorn.Config(
+            app, log_config=None, access_log=False, lifespan="off", timeout_keep_alive=_KEEP_ALIVE_SECONDS
+        )
         if tls is not None:
             config.ssl_certfile = str(tls.certificate)
             config.ssl_keyfile = str(tls.key)
