@@ -1,7 +1,8 @@
 """A serving process whose engine computes nothing: `python -m benchmarks.message_cost.server bare|doors`.
 
 Prints its addresses. Each line on standard input is the time of a step from now on, in seconds; it answers
-with the processor time that the process has used, in seconds. Ends with its input.
+with the processor time that the process has used, in seconds. Ends with its input, in an error if a page or a
+slot is not free then.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from benchmarks.host_loop import TimedEngine
 from jaxserve.async_engine import Engine
+from jaxserve.loop import HostLoop
 from jaxserve.opened_model import make_loop
 from jaxserve.plan import StepHandle, StepResult
+from jaxserve.scheduling import CacheIdentity
 from jaxserve.text import Tokenizer
 from server.core import ModelIdentity, Routes, Service
 from server.grpc_server import GrpcDoor, GrpcOptions
@@ -52,9 +55,11 @@ def word_tokenizer() -> Tokenizer:
     return Tokenizer(backend, eos_token_ids=[], chat_templates={"default": _TEMPLATE})
 
 
-def make_service(engine: SpeakingEngine) -> Service:
-    """The product's own service and host loop over an engine."""
+def make_service(engine: SpeakingEngine) -> tuple[Service, HostLoop]:
+    """The product's own service over an engine, set up as it is served, and its loop to look at."""
     tokenizer = word_tokenizer()
+    cache = CacheIdentity(model="word", kv_format="none")
+    loop = make_loop(engine, tokenizer, cache=cache, gated=True)
     identity = ModelIdentity(
         name="word",
         model="word",
@@ -66,7 +71,7 @@ def make_service(engine: SpeakingEngine) -> Service:
         kv_format="none",
         device="none",
     )
-    return Service(identity, tokenizer, Engine(make_loop(engine, tokenizer)))
+    return Service(identity, tokenizer, Engine(loop)), loop
 
 
 async def speak(request: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
@@ -104,7 +109,7 @@ async def serve_bare() -> None:
 
 async def serve_doors() -> None:
     engine = SpeakingEngine(MAX_SLOTS)
-    service = make_service(engine)
+    service, loop = make_service(engine)
     routes = Routes.of(service)
     doors = [GrpcDoor(routes, GrpcOptions()), HttpDoor(routes)]
     await answer(
@@ -113,6 +118,7 @@ async def serve_doors() -> None:
     for door in doors:
         await door.stop(0)
     service.engine.close()
+    loop.check_integrity()
 
 
 async def answer(addresses: list[str], set_pace: Callable[[float], None]) -> None:
