@@ -28,6 +28,8 @@ RUN = (
     "import argparse, sys; from server.command import SERVE; parser = argparse.ArgumentParser(); "
     "SERVE.add_arguments(parser); sys.exit(SERVE.run(parser.parse_args()))"
 )
+CHOSEN = ["model", "device", "precision", "pages", "prefixes", "policy", "slots", "ladder", "sampling"]
+"""What a server that is ready says of each model."""
 
 
 def parse(*arguments: str) -> argparse.Namespace:
@@ -160,8 +162,8 @@ def test_a_real_model_answers_alike_at_every_door(shared_data: Path, tmp_path: P
         "grpc",
         "http",
         "access",
-        *(chosen := "model device precision pages prefixes policy slots ladder sampling".split()),
-        *chosen,
+        *CHOSEN,
+        *CHOSEN,
         "ready",
     ]
     assert lines[12].startswith("model     small is hf (llama, ")

@@ -106,6 +106,8 @@ def test_streamed_and_whole_and_native_are_the_same_answer() -> None:
             assert complete.finish_reason == "length"
             assert complete.WhichOneof("matched_stop") is None
             (whole,) = await generate(served, request(stream=False))
+            assert (complete.cached_tokens, whole.complete.cached_tokens) == (0, 5)
+            complete.cached_tokens = 5
             assert whole.complete == complete
             text = pb.GenerateRequest(text="hello", sampling_params=request().sampling_params)
             assert (await generate(served, text))[-1].complete == complete
