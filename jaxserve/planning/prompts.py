@@ -20,7 +20,7 @@ class PromptMaker:
     """Makes the prompt of a trace's request: always the same for the same seed.
 
     A block of 512 tokens is a function of its hash alone. Its first few tokens spell the hash, so that two
-    prompts part within them (4 tokens in a vocabulary of 128k, fewer than any page): at the granularity of
+    prompts part within them (8 tokens in a vocabulary of 257, fewer than any page): at the granularity of
     pages they share what their hashes share and nothing else.
     """
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from jaxserve.plan import EngineLimits
+import numpy as np
+
+from jaxserve.plan import EngineLimits, IntArray
 from jaxserve.scheduling.kv_events import KvEventLog, KvSnapshot
 from jaxserve.scheduling.pages import PagePool, SharedPrefix
 from jaxserve.scheduling.prefix_tree import PrefixStatistics, PrefixTree, TreeCursor
 from jaxserve.scheduling.prefix_tree_keys import CacheDomain, CacheScope
 from jaxserve.scheduling.prefix_tree_match import PrefixMatch, PrefixQuery
 from jaxserve.scheduling.request import Request, Submission
+from jaxserve.scheduling.slots import SlotTable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +78,11 @@ class PrefixCache:
         match = self._tree.match(query)
         return match if match.num_tokens else None
 
+    def num_cached(self, request: Request) -> int:
+        """Tokens of a waiting request that it could start on now."""
+        match = self.match(request)
+        return 0 if match is None else match.num_tokens
+
     def num_claimed(self, match: PrefixMatch) -> tuple[int, ...]:
         """Pages of each group that are evictable until the match is put to use."""
         return self._tree.num_claimed(match)
@@ -118,6 +126,16 @@ class PrefixCache:
         num_prompt = len(prompt)
         tokens = prompt[start:end] + request.output[max(0, start - num_prompt) : max(0, end - num_prompt)]
         self._tree.insert(cursor, tokens, request.table.pages)
+
+    def store_full(self, table: SlotTable, slots: IntArray) -> None:
+        """Add those pages of the requests in the slots that have become full, computed and known."""
+        # The last token that has arrived may be one that ends its answer, and never be computed.
+        known = table.known[slots] - table.pending[slots] - 1
+        num_full = np.minimum(known, table.computed[slots]) // self._page_size
+        due = (num_full > table.num_stored[slots]) & (table.serial[slots] >= 0)
+        for slot, num_pages in zip(slots[due].tolist(), num_full[due].tolist(), strict=True):
+            table.num_stored[slot] = num_pages
+            self.store(table.at(slot), num_pages * self._page_size)
 
     def end(self, request: Request) -> None:
         """A running request has let go of its pages."""

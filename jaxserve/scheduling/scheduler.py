@@ -57,7 +57,8 @@ class Scheduler:
             policy: who goes next.
             cache: what the engine's keys and values depend on; None reuses no prefix.
 
-        Raises ValueError if `max_chunk` is below 1 or above the largest shape.
+        Raises ValueError if `max_chunk` is below 1 or above the largest shape, or for the order
+        "longest-prefix" without a cache.
         """
         largest = limits.chunk_shapes[-1]
         self.limits = limits
@@ -68,10 +69,10 @@ class Scheduler:
         max_running = min(limits.num_slots, largest.rows, largest.sequences, largest.logit_rows)
         self._table = SlotTable(max_running, limits.page_size)
         self._pool = PagePool(limits.num_pages)
-        self._queue = RequestQueue(policy, score=self._num_cached)
         self.cache = (
             None if cache is None else PrefixCache(cache, self._pool, limits, self.budget.seconds_per_token)
         )
+        self._queue = RequestQueue(policy, score=None if self.cache is None else self.cache.num_cached)
         self._prompts = SharedPrompts(self._pool, limits, self.cache)
         self._room = Room(limits, self.max_chunk, self._pool, self._table, self._prompts, self.cache)
         self._pages = RunningPages(
@@ -210,7 +211,7 @@ class Scheduler:
         self._charge(step)
         arrivals = take_tokens(self._table, step, tokens, self._is_eos)
         if self.cache is not None:
-            self._store_pages(self.cache, step.slots)
+            self.cache.store_full(self._table, step.slots)
         return arrivals
 
     def retire(self, step: ScheduledStep) -> None:
@@ -388,22 +389,6 @@ class Scheduler:
         late &= table.serial[slots] == step.serials
         if late.any():
             self._queue.accounts.charge(step.accounts[late], 1)
-
-    def _store_pages(self, cache: PrefixCache, slots: IntArray) -> None:
-        """Add the pages to the cache that have become full, computed and known to the host."""
-        table, page_size = self._table, self.limits.page_size
-        # The last token that has arrived may be one that ends its answer, and never be computed.
-        known = table.known[slots] - table.pending[slots] - 1
-        num_full = np.minimum(known, table.computed[slots]) // page_size
-        due = (num_full > table.num_stored[slots]) & (table.serial[slots] >= 0)
-        for slot, num_pages in zip(slots[due].tolist(), num_full[due].tolist(), strict=True):
-            table.num_stored[slot] = num_pages
-            cache.store(table.at(slot), num_pages * page_size)
-
-    def _num_cached(self, request: Request) -> int:
-        """Tokens of a waiting request that it could start on."""
-        match = None if self.cache is None else self.cache.match(request)
-        return 0 if match is None else match.num_tokens
 
     def _could_start(self, now: float) -> bool:
         """Whether nothing runs and yet the next request waits, though all it waited for has come."""

@@ -146,7 +146,7 @@ def test_the_command_writes_figures(tmp_path: Path, capsys: pytest.CaptureFixtur
     printed = capsys.readouterr().out
     assert "load 10" in printed
     assert "fcfs: b" in printed
-    runs: list[dict[str, Any]] = json.loads(figures.read_text())["runs"]
+    runs: list[dict[str, Any]] = json.loads(figures.read_text())
     assert [(run["load"], run["policy"], run["overall"]["num_completed"]) for run in runs] == [
         (1.0, "fcfs", 100),
         (10.0, "fcfs", 100),
