@@ -288,7 +288,6 @@ class HostLoop:
 
     def _advance(self) -> None:
         planned = self._dispatch_next()
-        self._publish()
         if len(self._in_flight) > self._depth or (self._in_flight and not planned):
             step, handle, dispatched_at = self._in_flight.popleft()
             self._stages.enter("wait")
@@ -297,7 +296,8 @@ class HostLoop:
             self._time_step(step, dispatched_at)
             self._scheduler.retire(step)
             self._commit(step, result)
-            self._publish()
+        if self.kv_events is not None:
+            self.kv_events.flush()
 
     def _commit(self, step: ScheduledStep, result: StepResult) -> None:
         """Take what a step brought, one iteration after another: each may end requests of the next."""
@@ -309,11 +309,6 @@ class HostLoop:
             self._counts.add_step(step.plan.num_rows, len(arrivals.tokens))
             self._stages.enter("deliver")
             self._deliver(step, arrivals, part)
-
-    def _publish(self) -> None:
-        """Tell readers what the prefix cache has gained and lost."""
-        if self._scheduler.cache is not None:
-            self._scheduler.cache.events.flush()
 
     def _time_step(self, step: ScheduledStep, dispatched_at: float) -> None:
         """Tell the scheduler how long a step took, since its dispatch or the end of the one before."""
