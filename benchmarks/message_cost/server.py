@@ -56,8 +56,10 @@ def word_tokenizer() -> Tokenizer:
 
 
 def make_service(engine: SpeakingEngine) -> tuple[Service, HostLoop]:
-    """The product's own service over an engine, and its loop to look at. Nobody is turned away: what a message
-    costs shall not hang on how busy the machine is."""
+    """The product's own service over an engine, and its loop to look at.
+
+    Nobody is turned away: what a message costs shall not hang on how busy the machine is.
+    """
     tokenizer = word_tokenizer()
     cache = CacheIdentity(model="word", kv_format="none")
     loop = make_loop(engine, tokenizer, cache=cache)
