@@ -239,10 +239,9 @@ class HostLoop:
     def abort(self, request_id: str) -> bool:
         """End a request with what it has; the next `step` reports it. False if no such request is open."""
         open_request = self._open.get(request_id)
-        if open_request is None:
-            return False
-        self._cut_off(open_request, RequestState.ABORTED)
-        return True
+        if open_request is not None:
+            self._cut_off(open_request, RequestState.ABORTED)
+        return open_request is not None
 
     def step(self) -> list[AnswerDelta]:
         """Move on by one step; return what was added to the open requests since the last call.
@@ -276,11 +275,9 @@ class HostLoop:
         When nothing is open and nothing in flight, this means that every page and slot is free.
         """
         self._scheduler.check_integrity()
-        if not self._open and (self._scheduler.num_running or self._scheduler.num_waiting):
-            raise RuntimeError(
-                f"{self._scheduler.num_running} running and {self._scheduler.num_waiting} waiting samples "
-                "belong to no open request"
-            )
+        num_left = self._scheduler.num_running + self._scheduler.num_waiting
+        if num_left and not self._open:
+            raise RuntimeError(f"{num_left} samples belong to no open request")
 
     def _check_alive(self) -> None:
         if self.failure is not None:
