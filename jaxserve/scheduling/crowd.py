@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import exp, inf
 
 from jaxserve.scheduling.classes import PriorityClass, TenantPolicy
-from jaxserve.scheduling.drain import DrainRate
+from jaxserve.scheduling.drain import LONGEST_RETRY, SHORTEST_RETRY, DrainRate
+from jaxserve.scheduling.refusals import OverloadError
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -161,6 +163,41 @@ class TenantState:
         if rate < inf:
             self.level = min(self.level + rate * max(now - self._time, 0.0), rate * self.policy.burst)
         self._time = max(self._time, now)
+
+    def check(self, demand: Demand, num_waiting: float, retry_after: Callable[[], float]) -> None:
+        """Raise OverloadError if the demand is beyond a limit of the tenant's.
+
+        Args:
+            demand: the tenant's.
+            num_waiting: tokens of its requests that wait.
+            retry_after: seconds after which one of its requests will have ended.
+        """
+        policy, name = self.policy, demand.tenant
+        if policy.max_open is not None and self.num_open + demand.num_requests > policy.max_open:
+            raise OverloadError(
+                "tenant_quota",
+                f"tenant {name!r} has {self.num_open} requests open and asks for {demand.num_requests} "
+                f"more; its limit is {policy.max_open}",
+                retry_after(),
+            )
+        limit = policy.max_waiting_tokens
+        if limit is not None and num_waiting and num_waiting + demand.num_tokens > limit:
+            raise OverloadError(
+                "tenant_quota",
+                f"tenant {name!r} has {num_waiting:.0f} tokens waiting and asks for {demand.num_tokens:.0f} "
+                f"more; its limit is {limit}",
+                retry_after(),
+            )
+        # A request beyond a whole burst is let in on a full one, and leaves a debt.
+        missing = min(demand.num_tokens, policy.tokens_per_second * policy.burst) - self.level
+        if missing > 0.0:
+            rate = policy.tokens_per_second
+            raise OverloadError(
+                "rate",
+                f"tenant {name!r} asks for {demand.num_tokens:.0f} tokens and may use "
+                f"{max(self.level, 0.0):.0f} now; its limit is {rate:g} tokens a second",
+                min(max(missing / rate, SHORTEST_RETRY), LONGEST_RETRY),
+            )
 
     @property
     def forgettable(self) -> bool:

@@ -10,12 +10,14 @@ _ENOUGH_STARTS = 32.0
 """Requests' starts that are not forgotten before others have come, however slow they are."""
 _CONFIDENT_STARTS = 16.0
 _CONFIDENT_SECONDS = 1.0
+_INDICATIVE_STARTS = 4.0
+_INDICATIVE_SECONDS = 0.5
 SHORTEST_RETRY, LONGEST_RETRY, UNKNOWN_RETRY = 0.05, 60.0, 1.0
 """Seconds that a refused client is asked to stay away: at least, at most, and when nothing is known."""
 
 
 class DrainRate:
-    """Requests and tokens that get a slot per second of backlog, of one class; older seconds fade.
+    """Requests and tokens that get a slot per second of backlog; older seconds fade.
 
     Time without a backlog says nothing of what the engine could do, and does not count.
     """
@@ -51,6 +53,11 @@ class DrainRate:
     def confident(self) -> bool:
         """Whether enough was measured to refuse somebody on the strength of it."""
         return self._starts >= _CONFIDENT_STARTS and self._seconds >= _CONFIDENT_SECONDS
+
+    @property
+    def indicative(self) -> bool:
+        """Whether at least the order of magnitude is known."""
+        return self._starts >= _INDICATIVE_STARTS and self._seconds >= _INDICATIVE_SECONDS
 
     @property
     def requests_per_second(self) -> float:

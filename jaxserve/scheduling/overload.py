@@ -15,7 +15,7 @@ from jaxserve.plan import EngineLimits
 from jaxserve.scheduling.answer_lengths import AnswerLengths
 from jaxserve.scheduling.classes import SchedulerPolicy
 from jaxserve.scheduling.crowd import ClassState, Crowd, Demand, FadingCount, TenantState
-from jaxserve.scheduling.drain import LONGEST_RETRY, SHORTEST_RETRY
+from jaxserve.scheduling.drain import SHORTEST_RETRY, DrainRate
 from jaxserve.scheduling.refusals import OverloadError, Reason
 from jaxserve.scheduling.terms import ServiceTerms
 
@@ -80,6 +80,8 @@ class AdmissionGate:
         self._tenants: dict[str, TenantState] = {}
         self._num_to_tidy = _MAX_TENANTS
         self._everyone = Crowd()
+        self._drain = DrainRate()
+        """Of all classes together."""
         self._num_running = 0
         self._lengths = AnswerLengths(policy)
         self._first_tries = FadingCount(policy.retries.window)
@@ -161,10 +163,7 @@ class AdmissionGate:
                 return
             state = self._classes[ticket.class_index]
             demand = ticket.demand
-            backlog = self._num_excess(state.crowd, now) > 0
-            state.drain.advance(now, backlog)
-            if backlog:
-                state.drain.start(demand.num_requests, demand.num_tokens)
+            self._measure(state, now, demand)
             ticket.started_at = now
             self._exit(state, demand)
             state.num_running += demand.num_requests
@@ -177,7 +176,7 @@ class AdmissionGate:
                 return
             ticket.released = True
             state, demand = self._classes[ticket.class_index], ticket.demand
-            state.drain.advance(now, self._num_excess(state.crowd, now) > 0)
+            self._measure(state, now)
             if num_output:
                 self._learn(ticket, state, now, num_output)
             if ticket.started_at is None:
@@ -230,12 +229,20 @@ class AdmissionGate:
     def _enter(
         self, state: ClassState, tenant: TenantState, demand: Demand, is_retry: bool, now: float
     ) -> None:
-        state.drain.advance(now, self._num_excess(state.crowd, now) > 0)
+        self._measure(state, now)
         (self._retries if is_retry else self._first_tries).add(now)
         tenant.num_open += demand.num_requests
         tenant.level -= demand.num_tokens
         state.crowd.enter(demand)
         self._everyone.enter(demand)
+
+    def _measure(self, state: ClassState, now: float, started: Demand | None = None) -> None:
+        """Time has passed for a class and for everybody; perhaps one has started that had to wait."""
+        for crowd, drain in ((state.crowd, state.drain), (self._everyone, self._drain)):
+            backlog = self._num_excess(crowd, now) > 0
+            drain.advance(now, backlog)
+            if backlog and started is not None:
+                drain.start(started.num_requests, started.num_tokens)
 
     def _exit(self, state: ClassState, demand: Demand) -> None:
         state.crowd.exit(demand)
@@ -284,35 +291,10 @@ class AdmissionGate:
             raise
 
     def _check_tenant(self, state: ClassState, tenant: TenantState, demand: Demand) -> None:
-        policy, name = tenant.policy, demand.tenant
         # One of its requests ends after about so many of the class's.
         num_ends = (state.num_running + state.crowd.num_requests) / max(tenant.num_open, 1)
-        if policy.max_open is not None and tenant.num_open + demand.num_requests > policy.max_open:
-            raise OverloadError(
-                "tenant_quota",
-                f"tenant {name!r} has {tenant.num_open} requests open and asks for {demand.num_requests} "
-                f"more; its limit is {policy.max_open}",
-                state.drain.retry_after(num_ends),
-            )
-        waiting = self._everyone.part(name).num_tokens
-        limit = policy.max_waiting_tokens
-        if limit is not None and waiting and waiting + demand.num_tokens > limit:
-            raise OverloadError(
-                "tenant_quota",
-                f"tenant {name!r} has {waiting:.0f} tokens waiting and asks for {demand.num_tokens:.0f} "
-                f"more; its limit is {limit}",
-                state.drain.retry_after(num_ends),
-            )
-        # A request beyond a whole burst is let in on a full one, and leaves a debt.
-        missing = min(demand.num_tokens, policy.tokens_per_second * policy.burst) - tenant.level
-        if missing > 0.0:
-            rate = policy.tokens_per_second
-            raise OverloadError(
-                "rate",
-                f"tenant {name!r} asks for {demand.num_tokens:.0f} tokens and may use "
-                f"{max(tenant.level, 0.0):.0f} now; its limit is {rate:g} tokens a second",
-                min(max(missing / rate, SHORTEST_RETRY), LONGEST_RETRY),
-            )
+        num_waiting = self._everyone.part(demand.tenant).num_tokens
+        tenant.check(demand, num_waiting, lambda: state.drain.retry_after(num_ends))
 
     def _check_queues(self, state: ClassState, demand: Demand) -> None:
         """The bounds on those that wait; a request for which there is a slot is not one of them."""
@@ -394,7 +376,19 @@ class AdmissionGate:
         """
         crowd, part = state.crowd, state.crowd.part(demand.tenant)
         waited = 0.0 if demand.urgent else part.longest_wait(demand.since)
-        if not state.drain.confident:
+        rate = self._rate(state)
+        if not rate:
             return waited
         ahead = part.num_urgent_tokens if demand.urgent else part.num_tokens
-        return max(waited, min(crowd.num_tokens, ahead / crowd.share(demand)) / state.drain.tokens_per_second)
+        return max(waited, min(crowd.num_tokens, ahead / crowd.share(demand)) / rate)
+
+    def _rate(self, state: ClassState) -> float:
+        """Tokens a second at which a class starts, as measured; before there are enough of its own starts,
+        its share of everybody's. 0 if nothing is known."""
+        if state.drain.confident or not self._drain.indicative:
+            return state.drain.tokens_per_second if state.drain.confident else 0.0
+        own = state.priority_class.share
+        others = (
+            one.priority_class.share for one in self._classes if one.crowd.num_requests and one is not state
+        )
+        return self._drain.tokens_per_second * own / (own + sum(others))

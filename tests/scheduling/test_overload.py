@@ -285,6 +285,19 @@ def test_whoever_waits_though_slots_are_free_shows_that_something_else_is_short(
     door.admit()
 
 
+def test_before_a_class_has_a_rate_of_its_own_it_has_its_share_of_everybodys() -> None:
+    door = Door({"classes": {"interactive": {"max_waiting": 1000}}})
+    door.serve(8, 0.25, priority="batch")  # Too few to be sure, and none of the others.
+    crowd = [door.admit(priority="batch") for _ in range(2)]
+    for ticket in crowd:
+        ticket.start(door.now)
+    door.admit(priority="batch")
+    answers = [door.knock(priority="interactive") for _ in range(10)]
+    num_admitted = sum(isinstance(answer, Ticket) for answer in answers)
+    # Eight ninths of four a second, for 0.6 seconds.
+    assert num_admitted == 3
+
+
 def test_retries_have_a_budget_while_others_wait() -> None:
     classes = {"retry": {"max_predicted_wait": 60.0}}
     door = Door({"retries": {"ratio": 0.2, "window": 10, "at_least": 1}, "classes": classes})
