@@ -151,7 +151,9 @@ class RequestQueue:
         paid = self._paid.pop(request, None)
         if paid is None:
             return
-        entry = self._waiting.get(request) or self._running[request]
+        entry = self._waiting.get(request) or self._running.get(request)
+        if entry is None:
+            return  # It was preempted and has expired in the queue: its account is closed.
         num_output = len(request.output)
         if request.state in COMPLETE:
             self._lengths.observe(entry.class_index, num_output)
