@@ -22,7 +22,7 @@ from pathlib import Path
 from benchmarks.machine import describe
 from benchmarks.message_cost import clients
 from benchmarks.message_cost.clients import Client, Streams
-from benchmarks.message_cost.server import MAX_SLOTS
+from benchmarks.message_cost.server import MAX_SLOTS, MAX_TOKENS
 
 BARE, PLAIN = "bare gRPC", "bare TCP"
 
@@ -156,6 +156,8 @@ def main() -> None:
     args = parser.parse_args()
     if not 0 < args.streams <= MAX_SLOTS:
         parser.error(f"--streams {args.streams} is out of range: from 1 to {MAX_SLOTS}")
+    if not 0 < args.tokens <= MAX_TOKENS:
+        parser.error(f"--tokens {args.tokens} is out of range: from 1 to {MAX_TOKENS}")
     streams = Streams(args.streams, args.tokens)
     machine = describe()
     print(f"{machine}\n{args.streams} streams of {args.tokens} tokens, best of {args.rounds}")

@@ -30,14 +30,21 @@ from server.http_door import HttpDoor
 
 BARE_METHOD = "/bare.Bare/Stream"
 MAX_SLOTS = 256
+MAX_TOKENS = 450
+"""Of an answer, for which the pool has room in every slot."""
 _VOCAB_SIZE = 1000
+_PAGES_PER_SLOT = 32
 _WORD = 500
 """The token of which every answer consists."""
 _TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
 
 class SpeakingEngine(TimedEngine):
-    """Says the same word all the time."""
+    """Says the same word all the time. Its pool is small, so that what is kept of it is soon all there is."""
+
+    def __init__(self, num_slots: int) -> None:
+        super().__init__(num_slots)
+        self.limits = replace(self.limits, num_pages=(num_slots * _PAGES_PER_SLOT,))
 
     def collect(self, handle: StepHandle) -> StepResult:
         result = super().collect(handle)

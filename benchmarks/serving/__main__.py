@@ -82,7 +82,9 @@ def server(args: argparse.Namespace) -> Iterator[Addresses]:
     if args.url or args.grpc_address:
         yield Addresses(args.url, args.grpc_address)
         return
-    arguments = [] if args.num_slots is None else ["--num-slots", str(args.num_slots)]
+    arguments = list(args.serve_arguments)
+    if args.num_slots is not None:
+        arguments += ["--num-slots", str(args.num_slots)]
     if args.max_model_len is not None:
         arguments += ["--max-model-len", str(args.max_model_len)]
     with served_model(args.model or DEFAULT_MODEL, arguments) as addresses:

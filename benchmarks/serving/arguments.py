@@ -44,6 +44,13 @@ def _add_server(group: argparse._ArgumentGroup) -> None:
     add("--url", help="of a running server; without it and --grpc-address, `jaxserve serve` is started")
     add("--grpc-address", metavar="HOST:PORT", help="of a running server")
     add("--door", choices=DOORS, default="http", help="how to ask (default %(default)s)")
+    add(
+        "--serve-arguments",
+        type=str.split,
+        default=[],
+        metavar="ARGUMENTS",
+        help="further ones for the server that is started, as --serve-arguments='--policy open.toml'",
+    )
     add("--num-slots", type=_count, metavar="N", help="of the server that is started, and of the library")
     add("--max-model-len", type=_count, metavar="N", help="likewise")
     add(

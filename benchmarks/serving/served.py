@@ -25,8 +25,8 @@ def served_model(model: str, arguments: Sequence[str] = ()) -> Iterator[Addresse
 
     Raises RuntimeError if it does not become ready; what it has to say goes to standard error.
     """
-    ports = ("--grpc-port", "0", "--http-port", "0")
-    command = [sys.executable, "-m", "jaxserve", "serve", model, *ports, *arguments]
+    own = ("--grpc-port", "0", "--http-port", "0", "--request-log", "off")
+    command = [sys.executable, "-m", "jaxserve", "serve", model, *own, *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
