@@ -21,8 +21,8 @@ Order = Literal["fair", "fcfs", "longest-prefix"]
 ORDERS: tuple[Order, ...] = ("fair", "fcfs", "longest-prefix")
 _WAITING_PART = 0.4
 """Of a target for the first token, what the queue may take by the door's prediction, which is off by some
-tenths. Simulated traffic far beyond saturation is served in time most often with 0.3 to 0.45; 0.6 serves a tenth
-less, 1.0 a third less."""
+tenths. Simulated traffic far beyond saturation is served in time most often with 0.3 to 0.45; 0.6 serves a
+tenth less, 1.0 a third less."""
 RETRY_CLASS = "retry"
 """The class of a request whose caller was refused before, unless its own is less urgent still."""
 
