@@ -22,7 +22,6 @@ from jaxserve.async_engine import Engine
 from jaxserve.loop import HostLoop
 from jaxserve.opened_model import make_loop
 from jaxserve.plan import StepHandle, StepResult
-from jaxserve.scheduling import CacheIdentity
 from jaxserve.text import Tokenizer
 from server.core import ModelIdentity, Routes, Service
 from server.grpc_server import GrpcDoor, GrpcOptions
@@ -30,21 +29,16 @@ from server.http_door import HttpDoor
 
 BARE_METHOD = "/bare.Bare/Stream"
 MAX_SLOTS = 256
-MAX_TOKENS = 450
-"""Of an answer, for which the pool has room in every slot."""
+MAX_TOKENS = 4000
+"""Of an answer."""
 _VOCAB_SIZE = 1000
-_PAGES_PER_SLOT = 32
 _WORD = 500
 """The token of which every answer consists."""
 _TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
 
 class SpeakingEngine(TimedEngine):
-    """Says the same word all the time. Its pool is small, so that what is kept of it is soon all there is."""
-
-    def __init__(self, num_slots: int) -> None:
-        super().__init__(num_slots)
-        self.limits = replace(self.limits, num_pages=(num_slots * _PAGES_PER_SLOT,))
+    """Says the same word all the time."""
 
     def collect(self, handle: StepHandle) -> StepResult:
         result = super().collect(handle)
@@ -65,11 +59,11 @@ def word_tokenizer() -> Tokenizer:
 def make_service(engine: SpeakingEngine) -> tuple[Service, HostLoop]:
     """The product's own service over an engine, and its loop to look at.
 
-    Nobody is turned away: what a message costs shall not hang on how busy the machine is.
+    Nobody is turned away and no prefix is kept: what a message costs shall not hang on how busy the machine
+    is, nor memory on what was asked before.
     """
     tokenizer = word_tokenizer()
-    cache = CacheIdentity(model="word", kv_format="none")
-    loop = make_loop(engine, tokenizer, cache=cache)
+    loop = make_loop(engine, tokenizer)
     identity = ModelIdentity(
         name="word",
         model="word",

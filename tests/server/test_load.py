@@ -33,7 +33,7 @@ def resident_bytes(pid: int) -> int:
 
 async def put_load(open_door: OpenDoor, concurrency: int, num_requests: int, seed: int) -> None:
     prompts = random_prompts(
-        num_requests, input_len=44, output_len=NUM_TOKENS, spread=0.0, vocab_size=256, seed=seed
+        num_requests, input_len=12, output_len=NUM_TOKENS, spread=0.0, vocab_size=256, seed=seed
     )
     run = await run_load(open_door, prompts, concurrency=concurrency, show_bar=False)
     assert not [outcome.error for outcome in run.outcomes if outcome.error]
