@@ -69,8 +69,9 @@ async def count_grpc(address: str, method: str, request: bytes, streams: Streams
         return await _count_all(streams, count_one)
 
 
-async def count_bare(address: str, size: int, streams: Streams) -> Counted:
-    return await count_grpc(address, BARE_METHOD, b"%d %d" % (streams.num_tokens, size), streams)
+async def count_bare(address: str, size: int, step_seconds: float, streams: Streams) -> Counted:
+    request = f"{streams.num_tokens} {size} {step_seconds}".encode()
+    return await count_grpc(address, BARE_METHOD, request, streams)
 
 
 async def count_native(address: str, streams: Streams) -> Counted:

@@ -79,10 +79,15 @@ def make_service(engine: SpeakingEngine) -> tuple[Service, HostLoop]:
 
 
 async def speak(request: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
-    """So many messages of so many bytes, as the request says: what no gRPC server could do faster."""
-    num_messages, size = map(int, request.split())
-    message = b"x" * size
-    for _ in range(num_messages):
+    """So many messages of so many bytes, one each so many seconds, as the request says: what no gRPC server
+    could do faster."""
+    num_messages, size, step_seconds = request.split()
+    message = b"x" * int(size)
+    due = time.monotonic()
+    for _ in range(int(num_messages)):
+        due += float(step_seconds)
+        if due > time.monotonic():
+            await asyncio.sleep(due - time.monotonic())
         yield message
 
 
