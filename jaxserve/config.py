@@ -191,6 +191,8 @@ class EngineConfig:
     """Positions that the reference attention reduces at a time; a multiple of the page size."""
     max_iterations: int = 1
     """Tokens of each sequence that one decode step may compute; above 1 each rung has a second program."""
+    moves_pages: bool = False
+    """Whether the host can read and write pages of the pool; there are programs for it then."""
 
     def __post_init__(self) -> None:
         for name in ("num_slots", "max_iterations"):

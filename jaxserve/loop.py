@@ -35,6 +35,7 @@ from jaxserve.scheduling import (
     ServiceTerms,
     Ticket,
 )
+from jaxserve.scheduling.page_swap import PageSwap
 
 
 class LoopStoppedError(RuntimeError):
@@ -57,6 +58,7 @@ class HostLoop:
         grammars: GrammarSource | None = None,
         gate: AdmissionGate | None = None,
         cache: CacheIdentity | None = None,
+        swap: PageSwap | None = None,
     ) -> None:
         """Join an engine to a scheduler of its own.
 
@@ -71,9 +73,11 @@ class HostLoop:
             grammars: follows the grammars of requests that have one; None refuses these.
             gate: turns requests away when there are too many; None lets all wait.
             cache: what the engine's keys and values depend on, to reuse prefixes; None reuses none.
+            swap: keeps cached pages beyond the engine's pool; None keeps none.
         """
         self._engine = engine
-        self._scheduler = Scheduler(engine.limits, max_chunk=max_chunk, policy=policy, cache=cache)
+        self._scheduler = Scheduler(engine.limits, max_chunk=max_chunk, policy=policy, cache=cache, swap=swap)
+        self._swap = swap
         self._gates = GrammarGates(engine, self._scheduler, grammars)
         self._depth = 1 if overlap else 0
         self.policy = policy
@@ -119,7 +123,7 @@ class HostLoop:
     @property
     def idle(self) -> bool:
         """Whether `step` has nothing to do and nothing to report."""
-        return not (self._open or self._in_flight or self._deltas)
+        return not (self._open or self._in_flight or self._deltas) and (self._swap is None or self._swap.idle)
 
     def snapshot(self) -> LoopSnapshot:
         """How things stand now."""
@@ -137,6 +141,7 @@ class HostLoop:
             num_step_rows=counts.num_rows,
             stage_seconds=self._stages.read(),
             prefixes=None if scheduler.cache is None else scheduler.cache.statistics,
+            swaps=None if self._swap is None else self._swap.statistics,
         )
 
     def class_loads(self) -> tuple[ClassLoad, ...]:
@@ -289,6 +294,8 @@ class HostLoop:
     def _advance(self) -> None:
         planned = self._dispatch_next()
         self._publish()
+        if self._swap is not None:
+            self._swap.work(busy=planned or bool(self._in_flight))
         if len(self._in_flight) > self._depth or (self._in_flight and not planned):
             step, handle, dispatched_at = self._in_flight.popleft()
             self._stages.enter("wait")
@@ -391,5 +398,7 @@ class HostLoop:
         self._gates.shut()
         self._in_flight.clear()
         self._scheduler.abandon_steps()
+        if self._swap is not None:
+            self._swap.offload.abandon()
         for open_request in list(self._open.values()):
             self._cut_off(open_request, RequestState.FAILED)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from jaxserve.scheduling.page_swap import SwapStatistics
 from jaxserve.scheduling.prefix_tree import PrefixStatistics
 
 Stage = Literal["plan", "load", "dispatch", "wait", "commit", "deliver", "idle"]
@@ -45,6 +46,8 @@ class LoopSnapshot:
     """Seconds spent in each stage; together they are the loop's life."""
     prefixes: PrefixStatistics | None = None
     """What reuse has saved; None where no prefix is reused."""
+    swaps: SwapStatistics | None = None
+    """What the host's memory has kept; None where it keeps nothing."""
 
 
 class LoopClock:

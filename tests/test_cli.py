@@ -272,7 +272,7 @@ def test_options_reach_the_engine_and_the_sampler(
     model: FakeModel, capsys: pytest.CaptureFixture[str]
 ) -> None:
     engine = ["--max-model-len", "100", "--kv-memory", "1M", "--dtype", "bfloat16", "--kv-format", "int8"]
-    engine += ["--deterministic", "--max-chunk", "32"]
+    engine += ["--deterministic", "--max-chunk", "32", "--host-kv-memory", "1M"]
     sampling = ["--top-p", "0.9", "--top-k", "5", "--min-p", "0.1", "--stop", "x", "--stop", "y"]
     sampling += ["--repetition-penalty", "1.1", "--presence-penalty", "0.5", "--frequency-penalty", "0.25"]
     sampling += ["--min-tokens", "2", "--max-tokens", "3", "--temperature", "0.5", "--seed", "4"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -11,6 +12,7 @@ import numpy.typing as npt
 from jaxserve.config import EngineConfig
 from jaxserve.engine.compile_cache import compile_counter
 from jaxserve.engine.ladder import chunk_shapes, decode_shapes
+from jaxserve.engine.page_moves import PAGES_PER_MOVE, Bytes, DevicePageRead, page_calls
 from jaxserve.engine.programs import Programs, StepProgram
 from jaxserve.engine.slots import pack_copies, pack_load, pack_masks
 from jaxserve.engine.state import make_state
@@ -98,6 +100,34 @@ class DeviceEngine:
             packed = packed[: handle.plan.num_iterations, :num_logit_rows].reshape(-1, packed.shape[-1])
             num_logit_rows = len(packed)
         return unpack_result(packed, num_logit_rows)
+
+    @property
+    def page_bytes(self) -> tuple[int, ...]:
+        """Of a page of each cache group as `read_pages` gives it; empty unless it `moves_pages`."""
+        return tuple(program.page_bytes for program in self._programs.pages)
+
+    def read_pages(self, group: int, pages: Sequence[int]) -> DevicePageRead:
+        """Start to copy pages to the host, as every step dispatched so far leaves them.
+
+        Only for an engine whose config says `moves_pages`. Raises ValueError for a page that does not exist.
+        """
+        read = self._programs.pages[group].read
+        calls = page_calls(pages, self._config.cache.num_pages[group])
+        return DevicePageRead([read(self._state, call) for call in calls], len(pages))
+
+    def write_pages(self, group: int, pages: Sequence[int], data: Bytes) -> None:
+        """Start to fill pages with `data` [pages, page_bytes], before any step dispatched from now on.
+
+        Only for an engine whose config says `moves_pages`. Raises ValueError for a page that does not exist,
+        or data of another shape.
+        """
+        program = self._programs.pages[group]
+        if data.shape != (len(pages), program.page_bytes):
+            raise ValueError(f"data {data.shape} for {len(pages)} pages of {program.page_bytes} bytes")
+        for number, call in enumerate(page_calls(pages, self._config.cache.num_pages[group])):
+            first = number * PAGES_PER_MOVE
+            contents = program.unpack(data[first : first + PAGES_PER_MOVE])
+            self._state = program.write(self._state, contents, call)
 
     def _iterated(self, plan: StepPlan) -> StepProgram:
         """The program for a plan of several iterations. Raises ValueError if there is none."""

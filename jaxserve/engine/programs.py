@@ -17,6 +17,7 @@ import numpy as np
 from jaxserve.config import EngineConfig
 from jaxserve.engine.iterations import run_iterations
 from jaxserve.engine.ladder import chunk_shapes, decode_shapes
+from jaxserve.engine.page_moves import PageProgram, compile_page_programs
 from jaxserve.engine.parameters import abstract_parameters
 from jaxserve.engine.slots import (
     PackedLoad,
@@ -66,6 +67,8 @@ class Programs:
     steps: Mapping[StepShape, StepProgram]
     iterated: Mapping[StepShape, StepProgram]
     """Decode shapes for several iterations, if the engine is made for them."""
+    pages: tuple[PageProgram, ...] = ()
+    """For each cache group what moves its pages, if the engine is made for that."""
 
 
 def compile_programs(
@@ -90,6 +93,7 @@ def compile_programs(
     repeated = decode_shapes(config) if config.max_iterations > 1 else ()
     total = len(shapes) + len(repeated) + 1
     slots = _compile_slot_programs(config, state)
+    pages = compile_page_programs(config, state) if config.moves_pages else ()
     on_progress(1, total)
 
     def compile_step(shape: StepShape, max_iterations: int) -> StepProgram:
@@ -110,7 +114,7 @@ def compile_programs(
         iterated[shape] = compile_step(shape, config.max_iterations)
         on_progress(1 + len(steps) + len(iterated), total)
     logger.info("compiled or read %d steps in %.1f s", total - 1, time.monotonic() - started)
-    return Programs(slots, steps, iterated)
+    return Programs(slots, steps, iterated, pages)
 
 
 def _compile_slot_programs(config: EngineConfig, state: DeviceState) -> SlotPrograms:

@@ -20,6 +20,7 @@ from jaxserve.plan import EngineLimits, IntArray, SamplingParams
 from jaxserve.scheduling.admission import check_params, check_pool, check_prompt
 from jaxserve.scheduling.arrivals import Arrivals, take_tokens
 from jaxserve.scheduling.classes import SchedulerPolicy
+from jaxserve.scheduling.page_swap import PageSwap
 from jaxserve.scheduling.pages import PagePool, PageTable
 from jaxserve.scheduling.prefix_cache import CacheIdentity, PrefixCache
 from jaxserve.scheduling.queue import RequestQueue
@@ -47,6 +48,7 @@ class Scheduler:
         max_chunk: int | None = None,
         policy: SchedulerPolicy = DEFAULT_POLICY,
         cache: CacheIdentity | None = None,
+        swap: PageSwap | None = None,
     ) -> None:
         """Schedule for an engine of these limits.
 
@@ -56,9 +58,12 @@ class Scheduler:
                 The rows of running requests count within it while they are few: see `TokenBudget`.
             policy: who goes next.
             cache: what the engine's keys and values depend on; None reuses no prefix.
+            swap: keeps cached pages beyond the pool; None keeps none.
 
-        Raises ValueError if `max_chunk` is below 1 or above the largest shape.
+        Raises ValueError if `max_chunk` is below 1 or above the largest shape, or for `swap` without `cache`.
         """
+        if swap is not None and cache is None:
+            raise ValueError("pages are kept beyond the pool for prefixes to be reused, which is off")
         largest = limits.chunk_shapes[-1]
         self.limits = limits
         self.budget = TokenBudget(limits, max_chunk=max_chunk)
@@ -70,7 +75,9 @@ class Scheduler:
         self._pool = PagePool(limits.num_pages)
         self._queue = RequestQueue(policy, max_running, score=self._num_cached)
         self.cache = (
-            None if cache is None else PrefixCache(cache, self._pool, limits, self.budget.seconds_per_token)
+            None
+            if cache is None
+            else PrefixCache(cache, self._pool, limits, self.budget.seconds_per_token, swap)
         )
         self._prompts = SharedPrompts(self._pool, limits, self.cache)
         self._room = Room(limits, self.max_chunk, self._pool, self._table, self._prompts, self.cache)
@@ -338,8 +345,10 @@ class Scheduler:
                 self.cache.start(request, start.match)
         if start.prefix is not None:
             copies, num_computed = request.table.adopt(start.prefix), start.prefix.num_tokens
-            if not request.num_admissions and not request.sample_index:
-                request.submission.num_cached = num_computed
+        if self.cache is not None and start.beyond is not None:
+            num_computed += self.cache.restore(request, start.beyond)
+        if num_computed and not request.num_admissions and not request.sample_index:
+            request.submission.num_cached = num_computed
         todo = request.num_known - num_computed
         chunk = step.next_chunk(request, num_computed, todo, request.table.num_tokens_available(num_computed))
         request.table.grow(num_computed + chunk.num_tokens)

@@ -1,0 +1,170 @@
+"""Pages of the pool on their way to the host and back: programs of one small width, and their results."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+from jax.sharding import SingleDeviceSharding
+
+from jaxserve.config import EngineConfig
+from jaxserve.engine.state import DeviceState
+from jaxserve.model.cache import CacheGroup
+
+PAGES_PER_MOVE = 8
+"""Pages that one call of a program moves; the rest of a last call is page 0, which nobody is given."""
+
+Bytes = npt.NDArray[np.uint8]
+Contents = tuple[jax.Array | np.ndarray, ...]
+"""[PAGES_PER_MOVE, num_layers, ...] of the pool, and of its scales if it has them."""
+
+
+@dataclass(frozen=True)
+class PageProgram:
+    """How the pages of one cache group are moved."""
+
+    read: Callable[[DeviceState, np.ndarray], Contents]
+    write: Callable[[DeviceState, Contents, np.ndarray], DeviceState]
+    """Donates the state."""
+    parts: tuple[tuple[tuple[int, ...], np.dtype], ...]
+    """Shape and type of what one page holds in each array of the group."""
+
+    @property
+    def page_bytes(self) -> int:
+        """Of one page in all layers, scales included."""
+        return sum(prod(shape) * dtype.itemsize for shape, dtype in self.parts)
+
+    def unpack(self, data: Bytes) -> Contents:
+        """Pages as bytes [n, page_bytes] in the form that `write` takes, filled up with zeros."""
+        padded = np.zeros((PAGES_PER_MOVE, data.shape[1]), np.uint8)
+        padded[: len(data)] = data
+        contents: list[np.ndarray] = []
+        start = 0
+        for shape, dtype in self.parts:
+            end = start + prod(shape) * dtype.itemsize
+            part = np.ascontiguousarray(padded[:, start:end]).view(dtype)
+            contents.append(part.reshape(PAGES_PER_MOVE, *shape))
+            start = end
+        return tuple(contents)
+
+
+class DevicePageRead:
+    """Pages that are being copied to the host."""
+
+    def __init__(self, moves: Sequence[Contents], num_pages: int) -> None:
+        self._moves = moves
+        self._num_pages = num_pages
+        for array in self._arrays():
+            array.copy_to_host_async()
+
+    @property
+    def ready(self) -> bool:
+        """Whether the device has made the copies."""
+        return all(array.is_ready() for array in self._arrays())
+
+    def take(self) -> Bytes:
+        """[pages, page_bytes] what the pages held when the copy was started; waits for it."""
+        moves = [
+            np.concatenate([_as_bytes(np.asarray(part)) for part in contents], axis=1)
+            for contents in self._moves
+        ]
+        return np.concatenate(moves)[: self._num_pages]
+
+    def _arrays(self) -> Iterator[Any]:
+        for contents in self._moves:
+            yield from contents
+
+
+def compile_page_programs(config: EngineConfig, state: DeviceState) -> tuple[PageProgram, ...]:
+    """The programs of every cache group, from the state's shapes."""
+    return tuple(_compile(group, num_pages, state) for group, num_pages in enumerate(config.cache.num_pages))
+
+
+def page_calls(pages: Sequence[int], num_pages: int) -> Iterator[np.ndarray]:
+    """The pages in calls of PAGES_PER_MOVE. Raises ValueError, naming the page, if one does not exist."""
+    for page in pages:
+        if not 0 <= page < num_pages:
+            raise ValueError(f"page {page} is out of range: the group has {num_pages} pages")
+    for start in range(0, len(pages), PAGES_PER_MOVE):
+        call = np.zeros(PAGES_PER_MOVE, np.int32)
+        part = pages[start : start + PAGES_PER_MOVE]
+        call[: len(part)] = part
+        yield call
+
+
+def read_group(state: DeviceState, pages_B: jax.Array, group: int, num_pages: int) -> tuple[jax.Array, ...]:
+    """Copies of pages, with all layers of one page together."""
+
+    def read_pages(array: jax.Array) -> jax.Array:
+        firsts_L = jnp.arange(array.shape[0] // num_pages, dtype=jnp.int32) * num_pages
+        return array[pages_B[:, None] + firsts_L]
+
+    return tuple(read_pages(array) for array in _arrays(state.cache[group]))
+
+
+def write_group(
+    state: DeviceState, contents: tuple[jax.Array, ...], pages_B: jax.Array, group: int, num_pages: int
+) -> DeviceState:
+    """Fill pages, in place if the state is donated."""
+
+    def write_pages(array: jax.Array, values_BLx: jax.Array) -> jax.Array:
+        def write_layer(layer: jax.Array, array: jax.Array) -> jax.Array:
+            for number in range(PAGES_PER_MOVE):
+                value = jax.lax.dynamic_index_in_dim(values_BLx[number], layer)
+                first = layer * num_pages + pages_B[number]
+                array = jax.lax.dynamic_update_slice_in_dim(array, value, first, 0)
+            return array
+
+        return jax.lax.fori_loop(0, values_BLx.shape[1], write_layer, array)
+
+    arrays = _arrays(state.cache[group])
+    written = [write_pages(*pair) for pair in zip(arrays, contents, strict=True)]
+    cache = list(state.cache)
+    cache[group] = CacheGroup(pool=written[0], scales=written[1] if len(written) > 1 else None)
+    return dataclasses.replace(state, cache=tuple(cache))
+
+
+def _compile(group: int, num_pages: int, state: DeviceState) -> PageProgram:
+    parts = tuple(
+        ((part.shape[0] // num_pages, *part.shape[1:]), np.dtype(part.dtype))
+        for part in _arrays(state.cache[group])
+    )
+    pages = np.zeros(PAGES_PER_MOVE, np.int32)
+    contents = tuple(np.zeros((PAGES_PER_MOVE, *shape), dtype) for shape, dtype in parts)
+
+    def read(state: DeviceState, pages_B: jax.Array) -> tuple[jax.Array, ...]:
+        return read_group(state, pages_B, group, num_pages)
+
+    def write(state: DeviceState, contents: tuple[jax.Array, ...], pages_B: jax.Array) -> DeviceState:
+        return write_group(state, contents, pages_B, group, num_pages)
+
+    return PageProgram(
+        jax.jit(read, out_shardings=_host_sharding()).lower(state, pages).compile(),
+        jax.jit(write, donate_argnums=0).lower(state, contents, pages).compile(),
+        parts,
+    )
+
+
+def _host_sharding() -> SingleDeviceSharding | None:
+    """Pinned memory of the host, which the device writes to itself; None where it has no such thing."""
+    device = jax.devices()[0]
+    kinds = {memory.kind for memory in device.addressable_memories()}
+    if device.platform == "cpu" or "pinned_host" not in kinds:
+        return None
+    return SingleDeviceSharding(device, memory_kind="pinned_host")
+
+
+def _arrays(group: CacheGroup) -> tuple[jax.Array, ...]:
+    return (group.pool,) if group.scales is None else (group.pool, group.scales)
+
+
+def _as_bytes(pages: np.ndarray) -> Bytes:
+    """[pages, bytes]."""
+    return np.ascontiguousarray(pages).reshape(len(pages), -1).view(np.uint8)
