@@ -280,7 +280,7 @@ def test_options_reach_the_engine_and_the_sampler(
     options = model.options
     assert (options.max_model_len, options.kv_memory, options.dtype) == (100, 2**20, "bfloat16")
     assert (options.kv_format, options.deterministic, options.max_chunk) == ("int8", True, 32)
-    assert options.num_slots == 1
+    assert (options.num_slots, options.host_kv_memory) == (1, 2**20)
     (load,) = model.device.loads
     assert load.params == SamplingParams(
         top_p=0.9,
