@@ -13,6 +13,7 @@ from tqdm.auto import tqdm  # pyright: ignore[reportMissingModuleSource]
 from jaxserve.config import EngineConfig
 from jaxserve.engine.build import engine_options
 from jaxserve.engine.engine import DeviceEngine
+from jaxserve.host_pages import page_swap
 from jaxserve.offline import AnswerIterator, OfflineLoop
 from jaxserve.opened_model import EngineSettings, OpenedModel, make_loop, open_model
 from jaxserve.outputs import RequestOutput
@@ -70,8 +71,9 @@ class LLM:
                 answers are the same either way.
             settings: fields of `jaxserve.engine.build.EngineOptions`: `max_model_len` (tokens), `num_slots`
                 (sequences at once), `dtype`, `kv_format`, `page_size` (tokens), `kv_memory` (bytes),
-                `num_pages`, `max_chunk` (token rows of the largest step), `deterministic`,
-                `logprobs_mode`, `max_logprobs`.
+                `host_kv_memory` (bytes for pages that the KV pool has no room for), `num_pages`,
+                `max_chunk` (token rows of the largest step), `deterministic`, `logprobs_mode`,
+                `max_logprobs`.
 
         Raises:
             TypeError: an argument that does not exist.
@@ -88,7 +90,8 @@ class LLM:
         self._default_params = SamplingParams(**defaults)
         engine = model.build_engine(options, progress=progress)
         cache = model.cache_identity(engine) if prefix_caching else None
-        loop = make_loop(engine, self._tokenizer, overlap=overlap, cache=cache)
+        swap = page_swap(engine, options.host_kv_memory)
+        loop = make_loop(engine, self._tokenizer, overlap=overlap, cache=cache, swap=swap)
         self._running: _Running | None = _Running(engine, OfflineLoop(loop))
 
     def generate(

@@ -15,19 +15,18 @@ from collections.abc import Callable, Iterator, Sequence
 from jaxserve.answers import AnswerTextFactory, OpenRequest, TokenDecoder
 from jaxserve.gates import GrammarGates, GrammarSource
 from jaxserve.loop_stats import LoopClock, LoopSnapshot, StepCounts
+from jaxserve.open_answers import OpenAnswers
 from jaxserve.outputs import AnswerDelta
 from jaxserve.plan import EngineLimits, SamplingParams, StepEngine, StepHandle, StepResult
 from jaxserve.scheduling import (
     DEFAULT_POLICY,
     DEFAULT_TERMS,
     AdmissionGate,
-    Arrivals,
     CacheIdentity,
     CacheScope,
     ClassLoad,
     KvEventLog,
     KvSnapshot,
-    Request,
     RequestState,
     ScheduledStep,
     Scheduler,
@@ -35,6 +34,7 @@ from jaxserve.scheduling import (
     ServiceTerms,
     Ticket,
 )
+from jaxserve.scheduling.page_swap import PageSwap
 
 
 class LoopStoppedError(RuntimeError):
@@ -57,6 +57,7 @@ class HostLoop:
         grammars: GrammarSource | None = None,
         gate: AdmissionGate | None = None,
         cache: CacheIdentity | None = None,
+        swap: PageSwap | None = None,
     ) -> None:
         """Join an engine to a scheduler of its own.
 
@@ -71,9 +72,11 @@ class HostLoop:
             grammars: follows the grammars of requests that have one; None refuses these.
             gate: turns requests away when there are too many; None lets all wait.
             cache: what the engine's keys and values depend on, to reuse prefixes; None reuses none.
+            swap: keeps cached pages beyond the engine's pool; None keeps none.
         """
         self._engine = engine
-        self._scheduler = Scheduler(engine.limits, max_chunk=max_chunk, policy=policy, cache=cache)
+        self._scheduler = Scheduler(engine.limits, max_chunk=max_chunk, policy=policy, cache=cache, swap=swap)
+        self._swap = swap
         self._gates = GrammarGates(engine, self._scheduler, grammars)
         self._depth = 1 if overlap else 0
         self.policy = policy
@@ -81,11 +84,10 @@ class HostLoop:
         self._answer_text = answer_text
         self._decode_token = decode_token
         self._clock = clock
-        self._open: dict[str, OpenRequest] = {}
+        self._answers = OpenAnswers(self._scheduler, self._gates, clock)
         self._in_flight: deque[tuple[ScheduledStep, StepHandle, float]] = deque()
         """With the time of each one's dispatch."""
         self._collected_at = -math.inf
-        self._deltas: list[AnswerDelta] = []
         self._counts = StepCounts()
         self._stages = LoopClock()
         self.failure: BaseException | None = None
@@ -114,29 +116,30 @@ class HostLoop:
     @property
     def num_open(self) -> int:
         """Requests that have not ended."""
-        return len(self._open)
+        return len(self._answers)
 
     @property
     def idle(self) -> bool:
         """Whether `step` has nothing to do and nothing to report."""
-        return not (self._open or self._in_flight or self._deltas)
+        return self._answers.idle and not self._in_flight and (self._swap is None or self._swap.idle)
 
     def snapshot(self) -> LoopSnapshot:
         """How things stand now."""
         scheduler, counts = self._scheduler, self._counts
         return LoopSnapshot(
-            num_open=len(self._open),
+            num_open=len(self._answers),
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
             num_free_pages=scheduler.num_free_pages,
             num_steps=counts.num_steps,
             num_sampled=counts.num_sampled,
-            num_prompt_tokens=counts.num_prompt_tokens,
+            num_prompt_tokens=self._answers.num_prompt_tokens,
             num_preemptions=scheduler.num_preemptions,
             step_rows=tuple(counts.by_rows),
             num_step_rows=counts.num_rows,
             stage_seconds=self._stages.read(),
             prefixes=None if scheduler.cache is None else scheduler.cache.statistics,
+            swaps=None if self._swap is None else self._swap.statistics,
         )
 
     def class_loads(self) -> tuple[ClassLoad, ...]:
@@ -222,7 +225,7 @@ class HostLoop:
         ticket: Ticket | None,
     ) -> None:
         self._check_alive()
-        if request_id in self._open:
+        if request_id in self._answers:
             raise ValueError(f"request id {request_id!r} is in use by a request that has not ended")
         self.check(prompt_token_ids, params)
         matcher = self._gates.start(params)
@@ -230,18 +233,15 @@ class HostLoop:
         seed = secrets.randbits(63) if params.seed is None else params.seed
         now = self._clock()
         submission = self._scheduler.submit(request_id, prompt_token_ids, params, seed, terms=terms, now=now)
-        self._open[request_id] = OpenRequest(
-            submission, prompt, now, self._answer_text, self._decode_token, ticket
+        self._answers.open(
+            OpenRequest(submission, prompt, now, self._answer_text, self._decode_token, ticket)
         )
         if matcher is not None:
             self._gates.open(submission, matcher)
 
     def abort(self, request_id: str) -> bool:
         """End a request with what it has; the next `step` reports it. False if no such request is open."""
-        open_request = self._open.get(request_id)
-        if open_request is not None:
-            self._cut_off(open_request, RequestState.ABORTED)
-        return open_request is not None
+        return self._answers.cut_off(request_id, RequestState.ABORTED)
 
     def step(self) -> list[AnswerDelta]:
         """Move on by one step; return what was added to the open requests since the last call.
@@ -266,8 +266,7 @@ class HostLoop:
 
     def take_deltas(self) -> list[AnswerDelta]:
         """What has been added and not been returned yet."""
-        deltas, self._deltas = self._deltas, []
-        return deltas
+        return self._answers.take_deltas()
 
     def check_integrity(self) -> None:
         """Raise RuntimeError unless pages, slots and requests account for one another.
@@ -276,7 +275,7 @@ class HostLoop:
         """
         self._scheduler.check_integrity()
         num_left = self._scheduler.num_running + self._scheduler.num_waiting
-        if num_left and not self._open:
+        if num_left and not len(self._answers):
             raise RuntimeError(f"{num_left} samples belong to no open request")
 
     def _check_alive(self) -> None:
@@ -285,6 +284,8 @@ class HostLoop:
 
     def _advance(self) -> None:
         planned = self._dispatch_next()
+        if self._swap is not None:
+            self._swap.work(busy=planned or bool(self._in_flight))
         if len(self._in_flight) > self._depth or (self._in_flight and not planned):
             step, handle, dispatched_at = self._in_flight.popleft()
             self._stages.enter("wait")
@@ -305,7 +306,7 @@ class HostLoop:
             arrivals = self._scheduler.commit(step, part.tokens)
             self._counts.add_step(step.plan.num_rows, len(arrivals.tokens))
             self._stages.enter("deliver")
-            self._deliver(step, arrivals, part)
+            self._answers.deliver(step, arrivals, part)
 
     def _time_step(self, step: ScheduledStep, dispatched_at: float) -> None:
         """Tell the scheduler how long a step took, since its dispatch or the end of the one before."""
@@ -320,13 +321,12 @@ class HostLoop:
         self._stages.enter("plan")
         now = self._clock()
         for request in self._scheduler.expire(now):
-            if request.finish_reason is None:  # The samples of a request end together.
-                self._cut_off(self._open[request.submission.request_id], RequestState.EXPIRED)
-        self._pass_gates()
+            self._answers.cut_off(request.submission.request_id, RequestState.EXPIRED)
+        self._answers.pass_gates()
         step = self._scheduler.plan(now)
         if step is None and not self._in_flight and self._gates.pending:
             self._stages.enter("wait")
-            self._pass_gates(wait=True)
+            self._answers.pass_gates(wait=True)
             self._stages.enter("plan")
             step = self._scheduler.plan(now)
         if step is None:
@@ -335,62 +335,16 @@ class HostLoop:
             self._stages.enter("load")
             for load, request in zip(step.loads, step.admitted, strict=True):
                 self._engine.load_slot(self._gates.dress(load, request))
-                self._open[request.submission.request_id].mark_scheduled(now)
+                self._answers.at(request).mark_scheduled(now)
         self._stages.enter("dispatch")
         self._in_flight.append((step, self._engine.dispatch(step.plan), now))
         return True
-
-    def _deliver(self, step: ScheduledStep, arrivals: Arrivals, result: StepResult) -> None:
-        """Make answers of what a step brought. A request that ended while the step ran gets nothing."""
-        now = self._clock()
-        for scored in step.scored:
-            if scored.request.finish_reason is None:
-                self._open[scored.request.submission.request_id].take_prompt_rows(scored, result)
-        for request, token, row, reached in zip(*arrivals, strict=True):
-            open_request = self._open[request.submission.request_id]
-            if open_request.begin_answer(now):
-                self._counts.num_prompt_tokens += len(request.submission.prompt)
-            delta, end = open_request.take_token(request, token, reached, result, row)
-            if end is not None:
-                delta = self._finish(open_request, request, end, delta, now)
-            elif request.gated:
-                self._gates.see(request, token)
-            self._deltas.append(delta)
-        self._gates.work()
-
-    def _pass_gates(self, *, wait: bool = False) -> None:
-        """Let gated requests go on whose masks are ready, and end those that cannot."""
-        for request, reason in self._gates.release(wait=wait):
-            request.stop_reason = reason
-            self._end(request, RequestState.STOPPED if reason is None else RequestState.FAILED)
-
-    def _finish(
-        self, open_request: OpenRequest, request: Request, end: RequestState, delta: AnswerDelta, now: float
-    ) -> AnswerDelta:
-        """End a sample; return its last delta, completed."""
-        self._scheduler.finish(request, end)
-        self._gates.close(request)
-        delta = open_request.close(request, delta, now)
-        if delta.output is not None:
-            del self._open[delta.request_id]
-        return delta
-
-    def _cut_off(self, open_request: OpenRequest, end: RequestState) -> None:
-        """End the samples of a request that are still open, as they stand."""
-        for request in open_request.submission.requests:
-            if request.finish_reason is None:
-                self._end(request, end)
-
-    def _end(self, request: Request, end: RequestState) -> None:
-        """End a sample without a further token."""
-        open_request = self._open[request.submission.request_id]
-        delta = open_request.cut_off(request, end)
-        self._deltas.append(self._finish(open_request, request, end, delta, self._clock()))
 
     def _fail(self, error: BaseException) -> None:
         self.failure = error
         self._gates.shut()
         self._in_flight.clear()
         self._scheduler.abandon_steps()
-        for open_request in list(self._open.values()):
-            self._cut_off(open_request, RequestState.FAILED)
+        if self._swap is not None:
+            self._swap.offload.abandon()
+        self._answers.cut_off_all(RequestState.FAILED)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from jaxserve.scheduling.page_swap import SwapStatistics
 from jaxserve.scheduling.prefix_tree import PrefixStatistics
 
 Stage = Literal["plan", "load", "dispatch", "wait", "commit", "deliver", "idle"]
@@ -45,6 +46,8 @@ class LoopSnapshot:
     """Seconds spent in each stage; together they are the loop's life."""
     prefixes: PrefixStatistics | None = None
     """What reuse has saved; None where no prefix is reused."""
+    swaps: SwapStatistics | None = None
+    """What the host's memory has kept; None where it keeps nothing."""
 
 
 class LoopClock:
@@ -75,7 +78,6 @@ class StepCounts:
     def __init__(self) -> None:
         self.num_steps = 0
         self.num_sampled = 0
-        self.num_prompt_tokens = 0
         self.num_rows = 0
         self.by_rows = [0] * (len(STEP_ROWS_BUCKETS) + 1)
 

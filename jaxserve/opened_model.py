@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 from jaxserve.async_engine import Engine
 from jaxserve.cache_identity import cache_identity
 from jaxserve.config import LogprobsMode
+from jaxserve.host_pages import page_swap
 from jaxserve.interrupts import interrupts_kept
 from jaxserve.loop import HostLoop
 from jaxserve.plan import EngineLimits, Grammar, SamplingParams, StepEngine
 from jaxserve.progress import StageBars
 from jaxserve.scheduling import DEFAULT_POLICY, AdmissionGate, CacheIdentity, SchedulerPolicy
+from jaxserve.scheduling.page_swap import PageSwap
 from jaxserve.structured import CompiledGrammar, GrammarCompiler
 from jaxserve.text import AnswerText, Tokenizer
 from jaxserve.weights import Checkpoint, open_checkpoint, resolve_model
@@ -35,6 +37,7 @@ class EngineSettings(TypedDict, total=False):
     kv_format: Literal["auto", "float32", "bfloat16", "int8"]
     page_size: int | None
     kv_memory: int | None
+    host_kv_memory: int | None
     num_pages: int | None
     max_chunk: int | None
     deterministic: bool
@@ -129,6 +132,7 @@ def make_loop(
     cache: CacheIdentity | None = None,
     policy: SchedulerPolicy = DEFAULT_POLICY,
     gated: bool = False,
+    swap: PageSwap | None = None,
 ) -> HostLoop:
     """A host loop that speaks text: stop strings, streamed text, decoded log-probs, grammars.
 
@@ -139,6 +143,7 @@ def make_loop(
         cache: what the engine's pages depend on, to reuse prefixes; None reuses none.
         policy: who goes next.
         gated: turn requests away where the policy says that there are too many; else all may wait.
+        swap: keeps cached pages beyond the engine's pool, from `page_swap`; None keeps none.
     """
 
     def answer_text(prompt_ids: Sequence[int], params: SamplingParams) -> AnswerText:
@@ -153,6 +158,7 @@ def make_loop(
         policy=policy,
         gate=AdmissionGate.for_engine(policy, engine.limits) if gated else None,
         cache=cache,
+        swap=swap,
     )
 
 
@@ -192,5 +198,6 @@ def start_engine(
         cache=model.cache_identity(engine) if prefix_caching else None,
         policy=policy or DEFAULT_POLICY,
         gated=policy is not None,
+        swap=page_swap(engine, options.host_kv_memory),
     )
     return Engine(loop)

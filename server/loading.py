@@ -59,6 +59,7 @@ class ModelLoader:
         from jaxserve.async_engine import Engine
         from jaxserve.engine.build import EngineOptions
         from jaxserve.engine.compile_cache import compile_counter
+        from jaxserve.host_pages import page_swap
         from jaxserve.opened_model import make_loop, open_model
 
         # Whatever is wrong with any of them is to be said before the first is loaded.
@@ -76,7 +77,14 @@ class ModelLoader:
             identity = identify(route.name, model_name(route.model), model, device.config, platform)
             self.lines += describe(identity, device.config, route, policy, defaults)
             cache = model.cache_identity(device) if route.prefix_cache else None
-            loop = make_loop(device, model.tokenizer, cache=cache, policy=policy, gated=True)
+            loop = make_loop(
+                device,
+                model.tokenizer,
+                cache=cache,
+                policy=policy,
+                gated=True,
+                swap=page_swap(device, chosen.host_kv_memory),
+            )
             yield Service(
                 identity,
                 model.tokenizer,
@@ -117,13 +125,21 @@ def describe(
         "device": identity.device,
         "precision": f"{identity.precision}, KV pool in {identity.kv_format}",
         "pages": pages,
-        "prefixes": "reused within a tenant or a named namespace" if route.prefix_cache else "not reused",
+        "prefixes": _prefixes(route),
         "policy": f"{policy.order}: {', '.join(one.name for one in policy.classes)}{most}{source}",
         "slots": f"{config.num_slots} sequences of up to {config.max_model_len} tokens",
         "ladder": f"decode {decode}, chunk {chunk}",
         "sampling": f"{sampling} (generation_config.json)" if sampling else "the library's defaults",
     }
     return [f"{name:<10}{text}" for name, text in parts.items()]
+
+
+def _prefixes(route: RouteArguments) -> str:
+    if not route.prefix_cache:
+        return "not reused"
+    host = route.settings.get("host_kv_memory")
+    beyond = "" if host is None else f", kept in {host / 2**20:.0f} MiB of the host's memory too"
+    return f"reused within a tenant or a named namespace{beyond}"
 
 
 def _check_memory(routes: Sequence[RouteArguments], platform: str) -> None:

@@ -150,6 +150,7 @@ _KEYS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "kv": ("kv_format", _name),
     "kv_format": ("kv_format", _name),
     "kv_memory": ("kv_memory", parse_size),
+    "host_kv_memory": ("host_kv_memory", parse_size),
     "slots": ("num_slots", _whole),
     "num_slots": ("num_slots", _whole),
     "max_model_len": ("max_model_len", _whole),

@@ -151,8 +151,24 @@ def expected_answer(
     return sequence.tokens[len(prompt) :], "length", None
 
 
+class FakePageRead:
+    """A copy of pages, which is ready once the steps before it have been collected."""
+
+    def __init__(self, engine: FakeEngine, data: npt.NDArray[np.uint8]) -> None:
+        self._engine = engine
+        self._due = len(engine.plans)
+        self._data = data
+
+    @property
+    def ready(self) -> bool:
+        return self._engine.num_collected >= self._due
+
+    def take(self) -> npt.NDArray[np.uint8]:
+        return self._data
+
+
 class FakeEngine:
-    """A StepEngine. `fail_at` is the index of the step whose collection raises `error`."""
+    """A StepEngine, and a PageTransfer. `fail_at`: the index of the step whose collection raises `error`."""
 
     def __init__(
         self, limits: EngineLimits, *, fail_at: int | None = None, error: Exception | None = None
@@ -169,6 +185,9 @@ class FakeEngine:
         """For each group the domain of the sequence that a page was given to."""
         self.domain_of: Callable[[SlotLoad], Hashable] = lambda load: None
         """Sequences of different domains must never read the same page."""
+        self._domains: list[Hashable] = []
+        """Those that have been seen, by the number that stands for them in a page's bytes."""
+        self.num_page_writes = 0
         self.plans: list[StepPlan] = []
         self.loads: list[SlotLoad] = []
 
@@ -247,6 +266,38 @@ class FakeEngine:
         if self._fail_at is not None and len(self.plans) - len(self._in_flight) > self._fail_at:
             raise self._error
         return handle.device_result
+
+    @property
+    def num_collected(self) -> int:
+        return len(self.plans) - len(self._in_flight)
+
+    @property
+    def page_bytes(self) -> tuple[int, ...]:
+        """A word for each offset's history, and one for whose the page is."""
+        return (8 * (self._limits.page_size + 1),) * len(self._limits.windows)
+
+    def read_pages(self, group: int, pages: Sequence[int]) -> FakePageRead:
+        size = self._limits.page_size
+        words = np.zeros((len(pages), size + 1), np.uint64)
+        for row, page in zip(words, pages, strict=True):
+            row[:size] = [self._written[group].get((page, offset), 0) for offset in range(size)]
+            domain = self._owners[group].get(page)
+            if domain not in self._domains:
+                self._domains.append(domain)
+            row[size] = self._domains.index(domain)
+        return FakePageRead(self, words.view(np.uint8))
+
+    def write_pages(self, group: int, pages: Sequence[int], data: npt.NDArray[np.uint8]) -> None:
+        _require(data.shape == (len(pages), self.page_bytes[group]), f"{data.shape} for {len(pages)} pages")
+        for page, row in zip(pages, np.ascontiguousarray(data).view(np.uint64).tolist(), strict=True):
+            if not page:
+                continue  # The sink, by which transfers are measured.
+            self._check_page(group, page)
+            self._check_unused(group, page)
+            for offset, history in enumerate(row[:-1]):
+                self._written[group][page, offset] = history
+            self._owners[group][page] = self._domains[row[-1]]
+        self.num_page_writes += len(pages)
 
     def _check_shape(self, plan: StepPlan) -> None:
         shape = plan.shape

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from random import Random
 from typing import Any
 
 import hypothesis.strategies as st
@@ -12,6 +14,10 @@ from jaxserve.loop import HostLoop
 from jaxserve.outputs import AnswerDelta, RequestOutput
 from jaxserve.plan import SamplingParams
 from jaxserve.scheduling import CacheIdentity, ServiceTerms
+from jaxserve.scheduling.offload import Offload
+from jaxserve.scheduling.offload_cost import Rate, TransferRates
+from jaxserve.scheduling.offload_tier import Bytes, HostMemoryTier, TierRead
+from jaxserve.scheduling.page_swap import PageSwap
 from tests.fake_engine import FakeEngine, expected_answer, make_limits
 
 POOLS = [((15,), (0,)), ((15, 6), (0, 6)), ((7,), (9,)), ((15, 7, 5), (0, 11, 3))]
@@ -45,6 +51,35 @@ terms = st.fixed_dictionaries(
 )
 
 
+class FaultyTier(HostMemoryTier):
+    """Now and then it fails, loses or spoils what it holds."""
+
+    def __init__(self, num_slots: int, page_bytes: int, faults: float, seed: int) -> None:
+        super().__init__(num_slots, page_bytes)
+        self._faults = faults
+        self._random = Random(seed)
+
+    def write(self, slot: int, data: Bytes) -> None:
+        if self._fails():
+            raise OSError("no space left")
+        super().write(slot, data)
+
+    def read(self, slots: Sequence[int]) -> TierRead:
+        if self._fails():
+            raise OSError("connection refused")
+        read = super().read(slots)
+        contents = read.take()
+        for number, data in enumerate(contents):
+            if data is not None and self._fails():
+                data[self._random.randrange(len(data))] ^= 1
+            if self._fails():
+                contents[number] = None
+        return read
+
+    def _fails(self) -> bool:
+        return self._random.random() < self._faults
+
+
 class LoopMachine(RuleBasedStateMachine):
     @initialize(
         pool=st.sampled_from(POOLS),
@@ -54,6 +89,14 @@ class LoopMachine(RuleBasedStateMachine):
         caches=st.sampled_from([True, True, False]),
         copies_pages=st.booleans(),
         max_iterations=st.sampled_from([1, 1, 4]),
+        tier=st.fixed_dictionaries(
+            {
+                "num_slots": st.sampled_from([0, 2, 9, 50, 50]),
+                "faults": st.sampled_from([0.0, 0.1, 0.5]),
+                "seed": st.integers(0, 9),
+            }
+        ),
+        slowness=st.sampled_from([1e-9, 1e-9, 1e-9, 1.0]),
     )
     def start(
         self,
@@ -64,6 +107,8 @@ class LoopMachine(RuleBasedStateMachine):
         caches: bool,
         copies_pages: bool,
         max_iterations: int,
+        tier: dict[str, Any],
+        slowness: float,
     ) -> None:
         num_pages, windows = pool
         self.limits = make_limits(
@@ -79,8 +124,14 @@ class LoopMachine(RuleBasedStateMachine):
         engine.domain_of = lambda load: self.domains[load.seed]
         self.now = 0.0
         cache = CacheIdentity(model="fake", kv_format="fake") if caches else None
+        swap = None
+        if caches and tier["num_slots"]:
+            tiers = [FaultyTier(page_bytes=size, **tier) for size in engine.page_bytes]
+            offload = Offload(tiers, engine, self.limits.page_size, windows)
+            rates = TransferRates(Rate(1 / slowness), Rate(1 / slowness))
+            swap = PageSwap(offload, rates, lambda: self.now)
         self.loop = HostLoop(
-            engine, overlap=overlap, max_chunk=max_chunk, cache=cache, clock=lambda: self.now
+            engine, overlap=overlap, max_chunk=max_chunk, cache=cache, swap=swap, clock=lambda: self.now
         )
         self.submitted: dict[str, tuple[list[int], SamplingParams]] = {}
         self.deadlines: dict[str, float] = {}
@@ -103,6 +154,13 @@ class LoopMachine(RuleBasedStateMachine):
         self.loop.add(name, prompt, params, terms=ServiceTerms(**term))
         self.submitted[name] = prompt, params
         self.open.add(name)
+
+    @rule()
+    def run_dry(self) -> None:
+        """What is idle is written early, and what comes next finds it."""
+        for delta in self.loop.run_until_idle():
+            self.now += 0.25
+            self.take(delta)
 
     @precondition(lambda self: self.open)
     @rule(data=st.data())

@@ -13,7 +13,15 @@ if TYPE_CHECKING:
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)([KMGT]?)(?:i?B)?", re.IGNORECASE)
 _UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
-_ENGINE_ARGUMENTS = ("max_model_len", "kv_memory", "dtype", "kv_format", "deterministic", "max_chunk")
+_ENGINE_ARGUMENTS = (
+    "max_model_len",
+    "kv_memory",
+    "host_kv_memory",
+    "dtype",
+    "kv_format",
+    "deterministic",
+    "max_chunk",
+)
 _SAMPLING_ARGUMENTS = (
     "max_tokens",
     "min_tokens",
@@ -82,6 +90,12 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-model-len", type=int, metavar="N", help="longest sequence in tokens (default: the model's)")
     add("--max-chunk", type=int, metavar="N", help="most prompt tokens in a step (default: by machine)")
     add("--kv-memory", type=parse_size, metavar="SIZE", help="of the KV pool: bytes, or as 512M, 2G")
+    add(
+        "--host-kv-memory",
+        type=parse_size,
+        metavar="SIZE",
+        help="of the host, for what the KV pool has no room for (default: none)",
+    )
     add("--dtype", default="auto", choices=["auto", "float32", "bfloat16"], help="of weights and activations")
     add("--kv-format", default="auto", choices=["auto", "float32", "bfloat16", "int8"], help="of the KV pool")
     add("--deterministic", action="store_true", help="numerics that do not depend on how work is batched")

@@ -31,6 +31,7 @@ FEW_SLOTS = 4
 SHAPE_INVARIANT_ROWS = 4
 """XLA on CPU multiplies a single row with another kernel, in another order, than two or more."""
 
+_SIZES = ("max_model_len", "num_slots", "page_size", "kv_memory", "host_kv_memory", "num_pages", "max_chunk")
 _CHOICES = {
     "dtype": ("auto", "float32", "bfloat16"),
     "kv_format": ("auto", "float32", "bfloat16", "int8"),
@@ -54,6 +55,9 @@ class EngineOptions:
     """Tokens on a page; by default 16 on CPU, 64 elsewhere."""
     kv_memory: int | None = None
     """Bytes of the KV pool; by default at most 1 GiB on CPU, elsewhere 90 % of what the weights leave."""
+    host_kv_memory: int | None = None
+    """Bytes of the host's memory that keep what the KV pool has no room for; by default none. Needs prefix
+    caching."""
     num_pages: int | None = None
     """Pages of each cache group instead."""
     max_chunk: int | None = None
@@ -69,7 +73,7 @@ class EngineOptions:
     compiled twice."""
 
     def __post_init__(self) -> None:
-        for name in ("max_model_len", "num_slots", "page_size", "kv_memory", "num_pages", "max_chunk"):
+        for name in _SIZES:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ValueError(f"{name} {value!r} is not a whole number from 1 up")
@@ -143,6 +147,7 @@ def resolve_config(
         deterministic=options.deterministic,
         context_block=max(128, page_size),
         max_iterations=options.max_iterations,
+        moves_pages=options.host_kv_memory is not None,
     )
 
 

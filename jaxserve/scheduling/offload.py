@@ -11,7 +11,7 @@ A page that cannot be read, or comes back other than it was written, is a miss: 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -110,12 +110,13 @@ class Offload:
         self._start_writing(lacking)
         return len(lacking)
 
-    def save(self, cursor: TreeCursor) -> int:
+    def save(self, cursor: TreeCursor, max_pages: int | None = None) -> int:
         """Start to write what is not written of a request's pages in the tree, which it is to give up.
 
-        To be called before its pages are released. Returns the pages of text started.
+        To be called before its pages are released. The first `max_pages` of text are written, by default
+        all. Returns the pages of text started.
         """
-        lacking = self._unsaved(cursor)
+        lacking = self._unsaved(cursor)[:max_pages]
         self._start_writing(lacking)
         return len(lacking)
 
@@ -127,6 +128,19 @@ class Offload:
             for index, page in zip(self.indices, node.pages, strict=True)
             if page
         )
+
+    def num_bytes(self, cursor: TreeCursor) -> int:
+        """Bytes that a request's pages in the tree will be to bring back, for `choose`."""
+        num_pages = cursor.num_tokens // self._page_size
+        return sum(
+            index.tier.page_bytes * (num_pages - first_page_read(num_pages, self._page_size, window))
+            for index, window in zip(self.indices, self._windows, strict=True)
+        )
+
+    def abandon(self) -> None:
+        """The device is lost: nothing that is under way will arrive, and nothing more can be written."""
+        self._writing.clear()
+        self._unwritten.clear()
 
     def collect(self, *, wait: bool = False) -> None:
         """Put what has arrived from the device into the tiers; `wait` for all that is under way."""
@@ -174,17 +188,16 @@ class Offload:
             reads.append((wanted, read))
         return Restoration(match, reads)
 
-    def restore(self, restoration: Restoration, pages: Sequence[Sequence[int]]) -> int:
+    def restore(self, restoration: Restoration, grow: Callable[[int], Sequence[Sequence[int]]]) -> int:
         """Fill pages of the pool with what came back; return how many pages of text are as they were.
 
         Args:
             restoration: from `begin`.
-            pages: for each group the request's pages from the start of its text, as in a page table that
-                has grown over the match.
+            grow: has the request's table take so many pages of text after those before the match, of
+                which groups with a window need only those that the next token reads; returns for each
+                group the request's pages from the start of its text.
 
-        The text up to `match.first_page` and so many pages more is computed then; the rest of the pages is
-        not. Groups with a window have content only in the pages that its next token reads: the table has to
-        pass the window before the pages are inserted into the tree.
+        The text up to `match.first_page` and so many pages more is computed then.
         """
         match = restoration.match
         contents = [self._take(group, match, *read) for group, read in enumerate(restoration.reads)]
@@ -192,6 +205,7 @@ class Offload:
             [[content.get(number) for number in range(match.num_pages)] for content in contents],
             match.first_page,
         )
+        pages = grow(num_pages)
         for group, content in enumerate(contents):
             first = first_page_read(match.first_page + num_pages, self._page_size, self._windows[group])
             numbers = [n for n in content if max(0, first - match.first_page) <= n < num_pages]
@@ -234,10 +248,11 @@ class Offload:
         last = found.node or found.root
         key = query.domain.key(self._page_size) if last is None else last.key
         names: list[PageName] = []
-        start = found.num_full * width
-        for at in range(start, query.limit // self._page_size * width, width):
-            label = query.text[at : at + width]
-            names.append(PageName(page_key(key, label), key, label, query.domain))
+        for index in range(found.num_full, query.limit // self._page_size):
+            label = query.text[index * width : (index + 1) * width]
+            if index not in query.keys:
+                query.keys[index] = page_key(key, label)
+            names.append(PageName(query.keys[index], key, label, query.domain))
             key = names[-1].key
             if all(index.find(names[-1]) is None for index in self.indices):
                 break  # Nothing can be resumed beyond a page of which no group has anything.

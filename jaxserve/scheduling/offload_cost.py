@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
+from jaxserve.scheduling.offload_tier import PageTransfer
+
+_NUM_PROBED = 8
+"""Pages of each group that a measurement moves."""
+_LEAST_SECONDS = 1e-6
+"""What a measured move takes at least: no clock shows less reliably."""
 _MEMORY = 0.9
 """Weight of the past in a measured rate, for each transfer."""
 
@@ -60,3 +70,32 @@ def choose(
     """
     swap = rates.out.seconds(bytes_out) + rates.back.seconds(bytes_back)
     return "swap" if swap < recompute_seconds else "recompute"
+
+
+def measure_rates(
+    transfer: PageTransfer, page_bytes: Sequence[int], clock: Callable[[], float] = time.perf_counter
+) -> TransferRates:
+    """What moving pages takes, by moving page 0 of every group, which holds nothing, out and back.
+
+    To be called while no step is under way. `page_bytes`: of each group; `clock`: in seconds.
+    """
+
+    def read() -> float:
+        started = clock()
+        for group in range(len(page_bytes)):
+            transfer.read_pages(group, [0] * _NUM_PROBED).take()
+        return clock() - started
+
+    def write() -> None:
+        for group, size in enumerate(page_bytes):
+            transfer.write_pages(group, [0] * _NUM_PROBED, np.zeros((_NUM_PROBED, size), np.uint8))
+
+    write()
+    read()  # The first time also pays for memory that is used ever after.
+    out = max(read(), _LEAST_SECONDS)
+    started = clock()
+    write()
+    read()  # Only what is read tells that what was written before has arrived.
+    back = max(clock() - started - out, _LEAST_SECONDS)
+    num_bytes = _NUM_PROBED * sum(page_bytes)
+    return TransferRates(Rate(num_bytes / out), Rate(num_bytes / back))

@@ -203,6 +203,20 @@ class PageTable:
             self.num_spanned += 1
         return grown
 
+    def take_computed(self, num_pages: int) -> None:
+        """Acquire the pages, up to so many, that the token after them reads, for content that is to come.
+
+        Behind a group's window nothing is held. There must be enough free pages.
+        """
+        position = num_pages * self._page_size
+        self.pass_window(position)
+        for group, (window, pages) in enumerate(zip(self._windows, self.pages, strict=True)):
+            first = window_start(position, window) // self._page_size if window else 0
+            for index in range(self.num_spanned, num_pages):
+                pages.append(self._pool.acquire(group) if index >= first else 0)
+            self.num_passed[group] = max(self.num_passed[group], min(first, num_pages))
+        self.num_spanned = max(self.num_spanned, num_pages)
+
     @property
     def next_pass(self) -> int:
         """The first position whose token needs `pass_window`; beyond any where no group has a window."""

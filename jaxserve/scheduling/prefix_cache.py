@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from jaxserve.plan import EngineLimits, IntArray
 from jaxserve.scheduling.kv_events import KvEventLog, KvSnapshot
+from jaxserve.scheduling.offload import OffloadMatch
+from jaxserve.scheduling.page_swap import PageSwap
 from jaxserve.scheduling.pages import PagePool, SharedPrefix
 from jaxserve.scheduling.prefix_tree import PrefixStatistics, PrefixTree, TreeCursor
 from jaxserve.scheduling.prefix_tree_keys import CacheDomain, CacheScope
@@ -37,13 +39,16 @@ class PrefixCache:
         pool: PagePool,
         limits: EngineLimits,
         token_seconds: Callable[[], float],
+        swap: PageSwap | None = None,
     ) -> None:
-        """`token_seconds`: what a prompt token costs at present, without attention."""
+        """`token_seconds`: what a prompt token costs at present, without attention. `swap`: keeps pages
+        beyond the pool."""
         self._identity = identity
         self._pool = pool
         self._page_size = limits.page_size
         self._windows = limits.windows
         self._token_seconds = token_seconds
+        self._swap = swap
         self.events = KvEventLog()
         self._tree = PrefixTree(
             pool,
@@ -51,6 +56,7 @@ class PrefixCache:
             limits.windows,
             recompute_cost=self._cost,
             on_event=self.events.add,
+            on_page=None if swap is None else swap.offload.note_stored,
             copies_pages=limits.copies_pages,
         )
         self._queries: dict[Request, PrefixQuery] = {}
@@ -67,6 +73,33 @@ class PrefixCache:
 
     def match(self, request: Request) -> PrefixMatch | None:
         """What a waiting request could start on now; None if it may not read, or nothing is cached."""
+        match = self._match(request)
+        return match if match is not None and match.num_tokens else None
+
+    def match_beyond(self, request: Request) -> tuple[PrefixMatch, OffloadMatch] | None:
+        """What a waiting request could start on after pages have been brought back, and these; None if
+        there are none worth it. What they go on from can be empty."""
+        match = None if self._swap is None else self._match(request)
+        if self._swap is None or match is None:
+            return None
+        start, page_size = match.num_full * self._page_size, self._page_size
+        more = self._swap.find(match, lambda num_pages: self._cost(start, num_pages * page_size) / 1000.0)
+        # Part of a page in the pool is worth less than the whole one that is kept.
+        return None if more is None else (replace(match, num_tokens=start, begun=()), more)
+
+    def restore(self, request: Request, more: OffloadMatch) -> int:
+        """Bring back pages for a request that has started on what is before them; return their tokens."""
+        assert self._swap is not None, "there is nowhere to bring pages back from"
+        return self._swap.restore(more, request.table) * self._page_size
+
+    def save(self, request: Request) -> None:
+        """A running request is to give up its pages and to go on later."""
+        cursor = self._cursors.get(request)
+        if self._swap is not None and cursor is not None and request.submission.terms.cache_read:
+            self._swap.save(cursor, self._cost(0, cursor.num_tokens) / 1000.0)
+
+    def _match(self, request: Request) -> PrefixMatch | None:
+        """What is in the tree, which can be nothing; None if the request may not read."""
         terms = request.submission.terms
         if not terms.cache_read or request.scores_prompt:
             return None
@@ -75,8 +108,7 @@ class PrefixCache:
             tokens = request.submission.prompt + request.output
             query = PrefixQuery(self._domain(request), tokens, len(tokens) - 1)
             self._queries[request] = query
-        match = self._tree.match(query)
-        return match if match.num_tokens else None
+        return self._tree.match(query)
 
     def num_cached(self, request: Request) -> int:
         """Tokens of a waiting request that it could start on now."""
@@ -178,6 +210,8 @@ class PrefixCache:
         What running requests hold stays theirs until they end. The events of it are published at once.
         """
         num_pages = self._tree.clear(scope)
+        if self._swap is not None:
+            self._swap.offload.clear(scope)
         self.events.flush()
         return num_pages
 

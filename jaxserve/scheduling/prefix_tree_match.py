@@ -14,7 +14,7 @@ from jaxserve.scheduling.prefix_tree_nodes import Node, Root
 class PrefixQuery:
     """A text to look up, as often as need be: each look-up goes on from where the last one came to."""
 
-    __slots__ = ("domain", "limit", "num_tokens", "path", "root", "text")
+    __slots__ = ("domain", "keys", "limit", "num_tokens", "path", "root", "text")
 
     def __init__(self, domain: CacheDomain, tokens: TokenIds, limit: int) -> None:
         """Ask for the longest cached prefix of `tokens`, of at most `limit` tokens.
@@ -28,6 +28,8 @@ class PrefixQuery:
         self.num_tokens = len(tokens)
         self.limit = limit
         self.text = encode_tokens(tokens)
+        self.keys: dict[int, bytes] = {}
+        """By their index, the keys of those full pages that were looked for outside the tree."""
         self.root: Root | None = None
         """The root that `path` starts below."""
         self.path: list[Node] = []

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxserve.plan import EngineLimits
+from jaxserve.scheduling.offload import OffloadMatch
 from jaxserve.scheduling.pages import PagePool, SharedPrefix, max_pages_spanned
 from jaxserve.scheduling.prefix_cache import PrefixCache
 from jaxserve.scheduling.prefix_tree_match import PrefixMatch
@@ -21,6 +22,8 @@ class Start(NamedTuple):
     prefix: SharedPrefix | None
     match: PrefixMatch | None
     """Where the prefix was found, unless it is a prompt that samples share."""
+    beyond: OffloadMatch | None = None
+    """Pages after the prefix that are to be brought back into the pool."""
 
 
 class Room:
@@ -86,6 +89,10 @@ class Room:
         prefix = self._prompts.find(request)
         if prefix is not None or self._cache is None:
             return Start(prefix, None)
+        beyond = self._cache.match_beyond(request)
+        if beyond is not None:
+            match, more = beyond
+            return Start(self._cache.prefix(match) if match.num_tokens else None, match, more)
         match = self._cache.match(request)
         return Start(None if match is None else self._cache.prefix(match), match)
 

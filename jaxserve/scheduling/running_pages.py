@@ -115,6 +115,8 @@ class RunningPages:
     def preempt(self, request: Request, now: float) -> None:
         """Take a request's slot and pages, and let it wait."""
         request.advance(RequestState.PREEMPTED)
+        if self._cache is not None:
+            self._cache.save(request)
         self.take_back(request)
         self.num_preemptions += 1
         self._queue.push(request, now)

@@ -20,11 +20,13 @@ from jaxserve.plan import EngineLimits, IntArray, SamplingParams
 from jaxserve.scheduling.admission import check_params, check_pool, check_prompt
 from jaxserve.scheduling.arrivals import Arrivals, take_tokens
 from jaxserve.scheduling.classes import SchedulerPolicy
+from jaxserve.scheduling.newcomers import Newcomers
+from jaxserve.scheduling.page_swap import PageSwap
 from jaxserve.scheduling.pages import PagePool, PageTable
 from jaxserve.scheduling.prefix_cache import CacheIdentity, PrefixCache
 from jaxserve.scheduling.queue import RequestQueue
 from jaxserve.scheduling.request import Request, RequestState, Submission
-from jaxserve.scheduling.room import Room, Start
+from jaxserve.scheduling.room import Room
 from jaxserve.scheduling.running_pages import RunningPages
 from jaxserve.scheduling.shared_prompts import SharedPrompts
 from jaxserve.scheduling.slots import SlotTable
@@ -33,8 +35,6 @@ from jaxserve.scheduling.step_budget import TokenBudget
 from jaxserve.scheduling.terms import DEFAULT_TERMS, ServiceTerms
 
 DEFAULT_POLICY = SchedulerPolicy()
-_MAX_PASSED = 4
-"""Waiting requests without room that a step's planning looks past."""
 
 
 class Scheduler:
@@ -47,6 +47,7 @@ class Scheduler:
         max_chunk: int | None = None,
         policy: SchedulerPolicy = DEFAULT_POLICY,
         cache: CacheIdentity | None = None,
+        swap: PageSwap | None = None,
     ) -> None:
         """Schedule for an engine of these limits.
 
@@ -56,10 +57,13 @@ class Scheduler:
                 The rows of running requests count within it while they are few: see `TokenBudget`.
             policy: who goes next.
             cache: what the engine's keys and values depend on; None reuses no prefix.
+            swap: keeps cached pages beyond the pool; None keeps none.
 
-        Raises ValueError if `max_chunk` is below 1 or above the largest shape, or for the order
-        "longest-prefix" without a cache.
+        Raises ValueError if `max_chunk` is below 1 or above the largest shape, or for `swap` or the order
+        "longest-prefix" without `cache`.
         """
+        if swap is not None and cache is None:
+            raise ValueError("pages are kept beyond the pool for prefixes to be reused, which is off")
         largest = limits.chunk_shapes[-1]
         self.limits = limits
         self.budget = TokenBudget(limits, max_chunk=max_chunk)
@@ -70,13 +74,18 @@ class Scheduler:
         self._table = SlotTable(max_running, limits.page_size)
         self._pool = PagePool(limits.num_pages)
         self.cache = (
-            None if cache is None else PrefixCache(cache, self._pool, limits, self.budget.seconds_per_token)
+            None
+            if cache is None
+            else PrefixCache(cache, self._pool, limits, self.budget.seconds_per_token, swap)
         )
         self._queue = RequestQueue(policy, score=None if self.cache is None else self.cache.num_cached)
         self._prompts = SharedPrompts(self._pool, limits, self.cache)
-        self._room = Room(limits, self.max_chunk, self._pool, self._table, self._prompts, self.cache)
         self._pages = RunningPages(
             self._pool, limits.page_size, self._table, self._queue, self._prompts, self.cache
+        )
+        room = Room(limits, self.max_chunk, self._pool, self._table, self._prompts, self.cache)
+        self._newcomers = Newcomers(
+            self._table, self._queue, room, self._pages, self._prompts, self.cache, self.budget
         )
         self._heirs_due: list[Submission] = []
         self._num_arrived = 0
@@ -174,13 +183,15 @@ class Scheduler:
         None with no step in flight means that there is nothing to do, or that everything is held.
         """
         self._pages.grants.clear()
-        self._make_way(now)
+        self._newcomers.make_way(now)
         num_preemptions = self.num_preemptions
         todo = self._table.todo()
         step, chunked = self._plan_running(todo, now)
         all_stay = num_preemptions == self.num_preemptions
         if all_stay or not (self.num_running or self._in_flight):
-            self._admit(step, now)  # There may be pages for others.
+            self._newcomers.admit(
+                step, now, in_flight=bool(self._in_flight)
+            )  # There may be pages for others.
         for submission in self._heirs_due:
             self._queue_heirs(submission, now)
         self._heirs_due.clear()
@@ -311,76 +322,6 @@ class Scheduler:
         self._pages.grow(request, computed + chunk.num_tokens)
         step.add(request, chunk, todo)
         return True
-
-    # Waiting requests ------------------------------------------------------------------------------------
-
-    def _make_way(self, now: float) -> None:
-        """Preempt a less urgent request where all slots are taken and the next one's class has fewer than
-        are reserved for it. Before a step has rows: it must have none of the victim's."""
-        if self._table.has_free or not len(self._queue):
-            return
-        self._queue.begin_round()
-        request = self._queue.peek(now)
-        if request is None or not self._queue.below_floor(request):
-            return
-        victim = self._pages.victim()
-        if self._queue.precedes(request, victim):
-            self._pages.preempt(victim, now)
-
-    def _admit(self, step: StepBuilder, now: float) -> None:
-        if not len(self._queue):
-            return
-        self._queue.begin_round()
-        promised: list[int] | None = None
-        num_passed = 0
-        while not step.full and (request := self._queue.peek(now)) is not None:
-            if not self._has_slot(request):
-                return
-            promised = promised or self._room.promised()
-            # A token of a preempted request may be under way; its slot is filled when that is known.
-            ready = not (request.num_pending or request.held)
-            idle = not (self.num_running or self._in_flight)
-            start = self._room.find(request, promised, idle=idle) if ready else None
-            if start is not None:
-                self._start(request, start, step)
-                self._room.promise(request, promised)
-            else:
-                num_passed += 1
-                if num_passed > _MAX_PASSED or not self._queue.set_aside(request, now):
-                    return
-
-    def _has_slot(self, request: Request) -> bool:
-        """Whether a slot is free in which neither it nor those that run would miss the tightest TPOT."""
-        table = self._table
-        if not (table.has_free and len(table)):
-            return table.has_free
-        tightest = float(table.tpot_target[table.order].min())
-        tightest = min(tightest, self._queue.priority_class(request).tpot_target)
-        return tightest == np.inf or len(table) < self.budget.max_decoding(tightest)
-
-    def _start(self, request: Request, start: Start, step: StepBuilder) -> None:
-        copies: list[tuple[int, int, int]] = []
-        num_computed = 0
-        if self.cache is not None:
-            if start.prefix is not None and start.match is None:
-                self.cache.start_shared(request)
-            else:
-                self.cache.start(request, start.match)
-        if start.prefix is not None:
-            copies, num_computed = request.table.adopt(start.prefix), start.prefix.num_tokens
-            if not request.num_admissions and not request.sample_index:
-                request.submission.num_cached = num_computed
-        todo = request.num_known - num_computed
-        chunk = step.next_chunk(request, num_computed, todo, request.table.num_tokens_available(num_computed))
-        request.table.grow(num_computed + chunk.num_tokens)
-        account = self._queue.start(request, num_computed)
-        request.advance(RequestState.RUNNING)
-        request.num_admissions += 1
-        self._table.enter(request, num_computed, account, self._queue.priority_class(request))
-        self._table.prepaid[request.slot] = len(request.submission.prompt) + self._queue.prepay(request)
-        step.load(request, num_computed, copies)
-        step.add(request, chunk, todo)
-        self._prompts.drop_heir(request)
 
     def _charge(self, step: ScheduledStep) -> None:
         """Charge the tokens that a step brings to answers that are longer than was expected."""

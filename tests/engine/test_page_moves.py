@@ -1,9 +1,10 @@
-"""Pages that leave the device and come back."""
+"""Pages that leave the device and come back, alone and under a loop whose pool is too small."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -13,9 +14,17 @@ import pytest
 from jaxserve.engine.engine import DeviceEngine
 from jaxserve.engine.page_moves import PAGES_PER_MOVE, compile_page_programs
 from jaxserve.engine.state import make_state
+from jaxserve.host_pages import page_swap
+from jaxserve.loop import HostLoop
 from jaxserve.model.cache import page_layouts
-from tests.engine.models import small_engine
+from jaxserve.outputs import RequestOutput
+from jaxserve.plan import SamplingParams
+from jaxserve.scheduling import CacheIdentity
+from tests.engine.models import serve, small_engine
 from tests.oracle.tiny_models import write_tiny_model
+
+CACHE = CacheIdentity(model="tiny", kv_format="any")
+PARAMS = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=["float32", "int8"])
 def engine(model: Path, request: pytest.FixtureRequest) -> DeviceEngine:
-    """With more pages than one call moves."""
+    """With a pool for little more than one long text."""
     return small_engine(model, num_pages=14, kv_format=request.param, moves_pages=True)
 
 
@@ -66,3 +75,31 @@ def test_the_pool_is_not_copied(engine: DeviceEngine) -> None:
             analysis = compiled.memory_analysis()
             assert analysis is not None
             assert analysis.temp_size_in_bytes <= 2 * PAGES_PER_MOVE * size
+
+
+def test_what_was_preempted_and_evicted_comes_back_with_the_same_tokens(engine: DeviceEngine) -> None:
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(3, 90, length).tolist() for length in (100, 90, 70, 60)]
+    requests = [(prompt, PARAMS) for prompt in prompts]
+    expected = answers(serve(HostLoop(engine), requests, together=False))
+    swap = page_swap(engine, 200 * sum(engine.page_bytes))
+    loop = HostLoop(engine, cache=CACHE, swap=swap)
+    compiled = engine.compiles_after_ready
+    assert answers(serve(loop, requests)) == expected
+    assert loop.snapshot().num_preemptions
+    again = serve(loop, requests, together=False)
+    assert answers(again) == expected
+    statistics = swap.statistics
+    assert statistics.restored_pages
+    assert not statistics.damaged_pages
+    assert all(output.num_cached_tokens for output in again)
+    assert engine.compiles_after_ready == compiled
+
+
+def test_memory_for_no_page_is_refused(engine: DeviceEngine) -> None:
+    with pytest.raises(ValueError, match=r"host_kv_memory 10 holds no page: .* takes \d+ bytes"):
+        page_swap(engine, 10)
+
+
+def answers(outputs: Sequence[RequestOutput]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]

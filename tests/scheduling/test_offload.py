@@ -133,9 +133,12 @@ class Engine:
         table.adopt(found.prefix(PAGE, self.windows))
         restoration = self.offload.begin(more)
         assert restoration.ready
-        table.grow((more.first_page + more.num_pages) * PAGE)
-        num_tokens = (found.num_full + self.offload.restore(restoration, table.pages)) * PAGE
-        table.pass_window(num_tokens)
+
+        def grow(num_pages: int) -> list[list[int]]:
+            table.take_computed(more.first_page + num_pages)
+            return table.pages
+
+        num_tokens = (found.num_full + self.offload.restore(restoration, grow)) * PAGE
         self.tree.insert(cursor, tokens[found.num_full * PAGE : num_tokens], table.pages)
         for group, window in enumerate(self.windows):
             first = max(0, num_tokens - window + 1) // PAGE if window else 0
