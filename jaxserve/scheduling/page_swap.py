@@ -22,11 +22,11 @@ _WHILE_BUSY, _WHILE_IDLE = 4, 32
 class SwapStatistics:
     """Totals since the start, in pages of text except where groups are counted apart."""
 
-    saved_pages: int
+    saved_pages: int = 0
     """Pages that preempted requests had written."""
-    restored_pages: int
+    restored_pages: int = 0
     """Pages that were brought back and used."""
-    damaged_pages: int
+    damaged_pages: int = 0
     """Pages of single groups that did not come back as they were written."""
 
 

@@ -33,7 +33,7 @@ def test_models_are_routes_by_their_own_names_and_the_first_is_the_default() -> 
 def test_a_route_s_own_options_come_before_those_of_all() -> None:
     text = (
         "small=m,dtype=float32,kv=int8,slots=3,max-model-len=99,max_chunk=16,kv_memory=2M,deterministic,"
-        "max_waiting=5,generation_config=none"
+        "host_kv_memory=1G,max_waiting=5,generation_config=none"
     )
     other, small = routes("m", "--route", text, "--num-slots", "8", "--max-waiting", "7", "--max-chunk", "32")
     assert (other.settings["num_slots"], other.settings["max_chunk"], other.max_waiting) == (8, 32, 7)
@@ -45,6 +45,7 @@ def test_a_route_s_own_options_come_before_those_of_all() -> None:
         "max_model_len": 99,
         "max_chunk": 16,
         "kv_memory": 2**21,
+        "host_kv_memory": 2**30,
         "deterministic": True,
     }
     assert (small.max_waiting, small.generation_config) == (5, "none")

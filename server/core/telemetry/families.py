@@ -5,118 +5,21 @@ Names that begin with `vllm:` mean what they mean in vLLM. All have the label `m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Literal, Protocol
-
-from jaxserve.loop_stats import STEP_ROWS_BUCKETS, LoopSnapshot
-from jaxserve.scheduling import ClassLoad
-from jaxserve.scheduling.prefix_tree import PrefixStatistics
 from jaxserve.version import __version__
-from server.core.service import Load, Service
-from server.core.statistics import ClassStatistics, Latencies, Statistics
-from server.core.telemetry.histogram import cumulative
+from server.core.telemetry.family import (
+    Family,
+    Sample,
+    StepRows,
+    View,
+    by_class,
+    class_gauge,
+    counter,
+    gauge,
+    latency,
+    one,
+)
 
 FINISH_REASONS = ("stop", "length", "abort", "error")
-Buckets = list[tuple[str, float]]
-
-
-class Distribution(Protocol):
-    """A histogram to read."""
-
-    @property
-    def total(self) -> float: ...
-
-    def cumulative(self) -> Buckets: ...
-
-
-Value = float | Distribution
-Sample = tuple[tuple[str, ...], Value]
-"""Values of a family's own labels, and the value."""
-
-
-@dataclass(frozen=True)
-class View:
-    """A service at the moment of reading."""
-
-    service: Service
-    load: Load
-    snapshot: LoopSnapshot
-
-    @property
-    def counts(self) -> Statistics:
-        return self.service.statistics
-
-    @property
-    def prefixes(self) -> PrefixStatistics:
-        """All zero where no prefix is reused."""
-        return self.snapshot.prefixes or PrefixStatistics()
-
-
-@dataclass(frozen=True)
-class Family:
-    """One metric."""
-
-    name: str
-    """Of a counter without the `_total` that the text format adds."""
-    kind: Literal["gauge", "counter", "histogram"]
-    help: str
-    read: Callable[[View], Iterable[Sample]]
-    labels: tuple[str, ...] = ()
-    """Beside `model_name`."""
-
-
-@dataclass(frozen=True)
-class _StepRows:
-    """The loop's own histogram of rows in a step."""
-
-    snapshot: LoopSnapshot
-
-    @property
-    def total(self) -> float:
-        return float(self.snapshot.num_step_rows)
-
-    def cumulative(self) -> Buckets:
-        return cumulative(STEP_ROWS_BUCKETS, self.snapshot.step_rows)
-
-
-def _one(read: Callable[[View], Value]) -> Callable[[View], list[Sample]]:
-    return lambda view: [((), read(view))]
-
-
-def _gauge(name: str, text: str, read: Callable[[View], float]) -> Family:
-    return Family(name, "gauge", text, _one(read))
-
-
-def _counter(name: str, text: str, read: Callable[[View], float]) -> Family:
-    return Family(name, "counter", text, _one(read))
-
-
-def _latency(name: str, text: str, read: Callable[[Latencies], Distribution]) -> Family:
-    return Family(name, "histogram", text, _one(lambda view: read(view.counts.latencies)))
-
-
-def _by_class(
-    name: str,
-    kind: Literal["gauge", "counter", "histogram"],
-    text: str,
-    read: Callable[[ClassStatistics], Value | None],
-) -> Family:
-    def samples(view: View) -> Iterator[Sample]:
-        for label, one in view.counts.classes.items():
-            value = read(one)
-            if value is not None:
-                yield (label,), value
-
-    return Family(name, kind, text, samples, ("class",))
-
-
-def _class_gauge(name: str, text: str, read: Callable[[ClassLoad], float]) -> Family:
-    def samples(view: View) -> Iterator[Sample]:
-        for one in view.service.engine.class_loads():
-            yield (one.name,), read(one)
-
-    return Family(name, "gauge", text, samples, ("class",))
 
 
 def _cache_config(view: View) -> list[Sample]:
@@ -135,9 +38,9 @@ def _finished(view: View) -> list[Sample]:
 
 
 _LOADS = (
-    _gauge("vllm:num_requests_running", "Samples in slots.", lambda view: view.load.num_running),
-    _gauge("vllm:num_requests_waiting", "Samples in the queue.", lambda view: view.load.num_waiting),
-    _gauge(
+    gauge("vllm:num_requests_running", "Samples in slots.", lambda view: view.load.num_running),
+    gauge("vllm:num_requests_waiting", "Samples in the queue.", lambda view: view.load.num_waiting),
+    gauge(
         "vllm:kv_cache_usage_perc",
         "Share of the pages that are held, of the fullest cache group; 1 is all.",
         lambda view: view.load.kv_usage,
@@ -156,82 +59,97 @@ _LOADS = (
         _model_info,
         ("fingerprint", "precision", "kv_format", "device", "version"),
     ),
-    _gauge(
+    gauge(
         "jaxserve:engine_up",
         "1 while the engine runs, 0 after it has failed.",
         lambda view: float(view.service.engine.failure is None),
     ),
-    _gauge(
+    gauge(
         "jaxserve:draining",
         "1 while new requests are refused because the server shuts down.",
         lambda view: float(view.service.draining),
     ),
-    _class_gauge(
+    class_gauge(
         "jaxserve:class_requests_running",
         "Samples in slots, by priority class.",
         lambda one: one.num_running,
     ),
-    _class_gauge(
+    class_gauge(
         "jaxserve:class_requests_waiting",
         "Samples let in and without a slot, by priority class.",
         lambda one: one.num_waiting,
     ),
-    _gauge("jaxserve:num_slots", "Samples that can run at once.", lambda view: view.load.num_slots),
+    gauge("jaxserve:num_slots", "Samples that can run at once.", lambda view: view.load.num_slots),
 )
 
 _STEPS = (
-    _counter(
+    counter(
         "vllm:prompt_tokens",
         "Tokens of prompts that have been read, computed or found in the prefix cache.",
         lambda view: view.snapshot.num_prompt_tokens,
     ),
-    _counter(
+    counter(
         "vllm:prompt_tokens_cached",
         "Prompt tokens of answered requests that were found in the prefix cache instead of computed.",
         lambda view: view.counts.num_cached_tokens,
     ),
-    _counter(
+    counter(
         "vllm:generation_tokens",
         "Tokens sampled; moves with every step.",
         lambda view: view.snapshot.num_sampled,
     ),
-    _counter(
+    counter(
         "vllm:prefix_cache_queries",
         "Tokens that were looked up in the prefix cache by requests that then started.",
         lambda view: view.prefixes.query_tokens,
     ),
-    _counter(
+    counter(
         "vllm:prefix_cache_hits",
         "Of those, the ones that were found there.",
         lambda view: view.prefixes.hit_tokens,
     ),
-    _counter(
+    counter(
         "jaxserve:prefix_cache_saved_seconds",
         "Device time that computing what was found would have taken, at the measured cost of a token.",
         lambda view: view.prefixes.saved_milliseconds / 1000.0,
     ),
-    _counter(
+    counter(
         "jaxserve:prefix_cache_stored_pages",
         "Pages of text that could be found from then on.",
         lambda view: view.prefixes.stored_pages,
     ),
-    _counter(
+    counter(
         "jaxserve:prefix_cache_evicted_pages",
         "Of those, the ones that were forgotten.",
         lambda view: view.prefixes.evicted_pages,
     ),
-    _counter(
+    counter(
+        "jaxserve:swap_saved_pages",
+        "Pages of text that preempted samples had written to the host's memory; others are written early.",
+        lambda view: view.swaps.saved_pages,
+    ),
+    counter(
+        "jaxserve:swap_restored_pages",
+        "Pages of text that were brought back from the host's memory and used.",
+        lambda view: view.swaps.restored_pages,
+    ),
+    counter(
+        "jaxserve:swap_damaged_pages",
+        "Pages that did not come back as they were written, and were computed again.",
+        lambda view: view.swaps.damaged_pages,
+    ),
+    counter(
         "vllm:num_preemptions",
-        "Times that a running sample gave up its pages, to be recomputed.",
+        "Times that a running sample gave up its pages, to be fetched or computed again.",
         lambda view: view.snapshot.num_preemptions,
     ),
     Family(
         "vllm:iteration_tokens_total",
         "histogram",
         "Token rows in a step, of prompts and answers.",
-        _one(lambda view: _StepRows(view.snapshot)),
+        one(lambda view: StepRows(view.snapshot)),
     ),
-    _counter("jaxserve:steps", "Steps collected from the device.", lambda view: view.snapshot.num_steps),
+    counter("jaxserve:steps", "Steps collected from the device.", lambda view: view.snapshot.num_steps),
     Family(
         "jaxserve:host_stage_seconds",
         "counter",
@@ -239,7 +157,7 @@ _STEPS = (
         lambda view: [((stage,), seconds) for stage, seconds in view.snapshot.stage_seconds.items()],
         ("stage",),
     ),
-    _counter(
+    counter(
         "jaxserve:compiles_after_ready",
         "Programs that the process compiled after its models were ready: faults that somebody waited for.",
         lambda view: view.counts.options.compiles_after_ready(),
@@ -254,59 +172,59 @@ _REQUESTS = (
         _finished,
         ("finished_reason",),
     ),
-    _latency(
+    latency(
         "vllm:time_to_first_token_seconds",
         "From arrival to the first token, as the door takes it.",
         lambda latencies: latencies.first_token,
     ),
-    _latency(
+    latency(
         "vllm:inter_token_latency_seconds",
         "From one delta of a sample to its next, as the door takes them: one for each delta.",
         lambda latencies: latencies.inter_token,
     ),
-    _latency(
+    latency(
         "vllm:request_time_per_output_token_seconds",
         "Of a request with several tokens, the mean time between two.",
         lambda latencies: latencies.per_token,
     ),
-    _latency(
+    latency(
         "vllm:e2e_request_latency_seconds", "From arrival to the end.", lambda latencies: latencies.total
     ),
-    _latency(
+    latency(
         "vllm:request_queue_time_seconds",
         "From the queue's end to the first slot.",
         lambda latencies: latencies.queue,
     ),
-    _latency(
+    latency(
         "vllm:request_prefill_time_seconds",
         "From the first slot to the first token.",
         lambda latencies: latencies.prefill,
     ),
-    _latency(
+    latency(
         "vllm:request_decode_time_seconds",
         "From the first token to the end.",
         lambda latencies: latencies.decode,
     ),
-    _latency(
+    latency(
         "vllm:request_inference_time_seconds",
         "From the first slot to the end.",
         lambda latencies: latencies.inference,
     ),
-    _latency("vllm:request_prompt_tokens", "Tokens of a prompt.", lambda latencies: latencies.prompt_tokens),
-    _latency(
+    latency("vllm:request_prompt_tokens", "Tokens of a prompt.", lambda latencies: latencies.prompt_tokens),
+    latency(
         "vllm:request_prefill_kv_computed_tokens",
         "Tokens of a prompt that were not found in the prefix cache.",
         lambda latencies: latencies.computed_tokens,
     ),
-    _latency(
+    latency(
         "vllm:request_generation_tokens",
         "Tokens of an answer, over its samples.",
         lambda latencies: latencies.answer_tokens,
     ),
-    _latency(
+    latency(
         "vllm:request_params_n", "Samples that a request asked for.", lambda latencies: latencies.num_samples
     ),
-    _latency(
+    latency(
         "vllm:request_params_max_tokens",
         "Longest answer that a request asked for, where it named one.",
         lambda latencies: latencies.max_tokens,
@@ -349,43 +267,43 @@ _SERVICE = (
         lambda view: view.counts.num_tokens.items(),
         ("tenant", "kind"),
     ),
-    _by_class(
+    by_class(
         "jaxserve:class_time_to_first_token_seconds",
         "histogram",
         "From arrival to the first token of an answer that was completed.",
         lambda one: one.first_token,
     ),
-    _by_class(
+    by_class(
         "jaxserve:class_time_per_output_token_seconds",
         "histogram",
         "Mean time between two tokens of an answer.",
         lambda one: one.per_token,
     ),
-    _by_class(
+    by_class(
         "jaxserve:ttft_target_seconds",
         "gauge",
         "Time to the first token that is promised.",
         lambda one: one.targets.ttft,
     ),
-    _by_class(
+    by_class(
         "jaxserve:tpot_target_seconds",
         "gauge",
         "Mean time between two tokens that is promised.",
         lambda one: one.targets.tpot,
     ),
-    _by_class(
+    by_class(
         "jaxserve:judged_requests",
         "counter",
         "Requests that were held against their class's targets: answered, or failed by our fault.",
         lambda one: one.num_judged,
     ),
-    _by_class(
+    by_class(
         "jaxserve:goodput_requests",
         "counter",
         "Of those, the ones that kept every target.",
         lambda one: one.num_good,
     ),
-    _by_class(
+    by_class(
         "jaxserve:goodput_tokens",
         "counter",
         "Tokens sampled for the latter.",

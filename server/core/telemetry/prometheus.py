@@ -17,7 +17,8 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 from prometheus_client.registry import Collector
 
 from server.core.service import Service
-from server.core.telemetry.families import FAMILIES, Family, View
+from server.core.telemetry.families import FAMILIES
+from server.core.telemetry.family import Family, View
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 CALLS = "jaxserve:door_responses"
