@@ -17,6 +17,7 @@ from benchmarks.machine import describe
 from jaxserve.loop import HostLoop
 from jaxserve.loop_stats import Stage
 from jaxserve.plan import EngineLimits, SamplingParams, SlotLoad, StepHandle, StepPlan, StepResult, StepShape
+from jaxserve.scheduling import CacheIdentity
 
 PROMPT = list(range(32))
 CRITICAL: tuple[Stage, ...] = ("plan", "commit")
@@ -67,8 +68,8 @@ class TimedEngine:
 
 
 def running_loop(engine: TimedEngine, num_running: int, num_waiting: int) -> HostLoop:
-    """A loop in which so many decode, and so many wait."""
-    loop = HostLoop(engine)
+    """A loop in which so many decode, and so many wait, with prefixes kept as a server does."""
+    loop = HostLoop(engine, cache=CacheIdentity(model="none", kv_format="none"))
     params = SamplingParams(temperature=0, max_tokens=4000, ignore_eos=True)
     for number in range(num_running + num_waiting):
         loop.add(str(number), PROMPT, params)

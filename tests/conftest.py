@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,10 @@ settings.register_profile("suite", derandomize=True, database=None, deadline=Non
 settings.load_profile("suite")
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+# A shell that starts the suite in the background has it ignore Ctrl-C, and all that it starts in turn.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 SHARED_DATA = REPOSITORY.parent / "shared" / "data"

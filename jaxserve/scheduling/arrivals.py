@@ -31,28 +31,30 @@ def take_tokens(table: SlotTable, step: ScheduledStep, tokens: IntArray, is_eos:
         tokens: one for each of its logit rows.
         is_eos: for each token of the vocabulary, whether it is an end-of-sequence id.
     """
-    slots = step.slots
+    cohort = step.cohort
+    slots = cohort.slots
     sampled = tokens[step.rows]
-    live = (table.serial[slots] == step.serials) & (sampled >= 0)
-    if not live.all():
+    if (sampled < 0).any() or not table.in_place(cohort):
+        live = (table.serial[slots] == cohort.serials) & (sampled >= 0)
         return _take_late(table, step, sampled.tolist(), live.tolist())
-    table.pending[slots] -= 1
+    table.pending[table.index(slots)] -= 1
     values: list[int] = sampled.tolist()
-    for request, token in zip(step.requests, values, strict=True):
+    for request, token in zip(cohort.requests, values, strict=True):
         request.output.append(token)
-    known = table.known[slots] - table.pending[slots]
-    stops = (is_eos[sampled] & table.ends_at_eos[slots]) | table.has_stop_ids[slots]
-    may_end = (known >= table.max_known[slots]) | (stops & (known >= table.first_end[slots]))
+    arrived = table.num_arrived(slots)
+    stops = (is_eos[sampled] & cohort.ends_at_eos) | cohort.has_stop_ids
+    may_end = (arrived >= cohort.max_known) | (stops & (arrived >= cohort.first_end))
     ends: list[RequestState | None] = [None] * len(values)
     for index in may_end.nonzero()[0].tolist():
-        ends[index] = step.requests[index].end()
-    return Arrivals(step.requests, values, step.rows.tolist(), ends)
+        ends[index] = cohort.requests[index].end()
+    return Arrivals(cohort.requests, values, step.rows.tolist(), ends)
 
 
 def _take_late(table: SlotTable, step: ScheduledStep, tokens: list[int], live: list[bool]) -> Arrivals:
     """The same where some have lost their slots since the step was planned."""
     arrivals = Arrivals([], [], [], [])
-    for request, token, row, in_slot in zip(step.requests, tokens, step.rows.tolist(), live, strict=True):
+    columns = zip(step.cohort.requests, tokens, step.rows.tolist(), live, strict=True)
+    for request, token, row, in_slot in columns:
         if request.finish_reason is not None or token < 0:
             continue
         if in_slot:

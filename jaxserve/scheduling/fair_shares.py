@@ -65,14 +65,12 @@ class Accounts:
 
     def charge(self, accounts: npt.NDArray[np.integer], num_output: npt.NDArray[np.integer] | int) -> None:
         """Output tokens served to each of [requests] requests, whose accounts may repeat."""
-        weight = self._policy.output_weight
-        np.add.at(self._counters, accounts, num_output * (weight * self._rates[accounts]))
-        parents = self._parents[accounts]
+        weights = None if isinstance(num_output, int) else num_output
+        served = np.bincount(accounts, weights, len(self._counters)).astype(np.float64)
         if isinstance(num_output, int):
-            by_class = num_output * np.bincount(parents, minlength=self._num_classes)
-        else:
-            by_class = np.bincount(parents, num_output, self._num_classes)
-        self._counters[: self._num_classes] += by_class * (weight * self._rates[: self._num_classes])
+            served *= num_output
+        served[: self._num_classes] += np.bincount(self._parents, served, self._num_classes)
+        self._counters += served * (self._policy.output_weight * self._rates)
 
     def charge_prompt(self, account: int, num_tokens: int) -> None:
         """Prompt tokens of one request, charged as it starts so that the next choice knows of them."""

@@ -162,7 +162,7 @@ class PrefixCache:
     def store_full(self, table: SlotTable, slots: IntArray) -> None:
         """Add those pages of the requests in the slots that have become full, computed and known."""
         # The last token that has arrived may be one that ends its answer, and never be computed.
-        known = table.known[slots] - table.pending[slots] - 1
+        known = table.num_arrived(slots) - 1
         num_full = np.minimum(known, table.computed[slots]) // self._page_size
         due = (num_full > table.num_stored[slots]) & (table.serial[slots] >= 0)
         for slot, num_pages in zip(slots[due].tolist(), num_full[due].tolist(), strict=True):

@@ -48,13 +48,12 @@ class Room:
     def find(self, request: Request, promised: list[int], *, idle: bool) -> Start | None:
         """How the request can start, if the pool has room for its known tokens beside what is `promised`.
 
-        If `idle`, nobody will give anything back: shared prompts then go, this request's own the last.
+        If `idle`, nobody will give anything back: shared prompts then go, this request's own the last, and
+        in the end what it could start on, if that is itself in the way.
         """
-        while (start := self._fit(request, promised)) is None:
-            if not (idle and len(self._prompts)):
-                return None
+        while (start := self._fit(request, promised)) is None and idle and len(self._prompts):
             self._prompts.release_any(last=request.submission)
-        return start
+        return self._fit(request, promised, cold=True) if start is None and idle else start
 
     def promised(self) -> list[int]:
         """Free pages of each group that the running requests have yet to take.
@@ -73,9 +72,9 @@ class Room:
         for group, cap in enumerate(self._caps):
             promised[group] += min(missing, cap) + 1
 
-    def _fit(self, request: Request, promised: list[int]) -> Start | None:
+    def _fit(self, request: Request, promised: list[int], *, cold: bool = False) -> Start | None:
         while True:
-            start = self._look_up(request)
+            start = Start(None, None) if cold else self._look_up(request)
             needed = self._needed(request, start, promised)
             if self._cover(needed):
                 return start

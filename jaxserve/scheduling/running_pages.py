@@ -38,13 +38,19 @@ class RunningPages:
     def find(self, decoding: IntArray, now: float) -> IntArray:
         """Those of the slots that have a page for their next token, after preempting others if need be."""
         table = self._table
-        computed = table.computed[decoding]
-        passing: list[int] = decoding[computed >= table.next_pass[decoding]].tolist()
-        for slot in passing:
+        passing, short = table.computed >= table.next_pass, table.computed >= table.capacity
+        if not (passing | short)[decoding].any():
+            return decoding
+        to_pass: list[int] = decoding[passing[decoding]].tolist()
+        for slot in to_pass:
             self.pass_window(table.at(slot))
-        short: list[int] = decoding[computed >= table.capacity[decoding]].tolist()
+        to_grow: list[int] = decoding[short[decoding]].tolist()
+        if len(to_grow) <= self._pool.num_free_everywhere:
+            for slot in to_grow:
+                self.grow(table.at(slot), int(table.computed[slot]) + 1)
+            return decoding
         held_up: list[int] = []
-        for slot in short:
+        for slot in to_grow:
             request = table.requests[slot]
             if request is not None:
                 if self.make_room(request, now):

@@ -87,7 +87,6 @@ class Scheduler:
         self._newcomers = Newcomers(
             self._table, self._queue, room, self._pages, self._prompts, self.cache, self.budget
         )
-        self._heirs_due: list[Submission] = []
         self._num_arrived = 0
         self._in_flight: list[ScheduledStep] = []
         self._is_eos = np.zeros(limits.vocab_size, np.bool_)
@@ -174,13 +173,16 @@ class Scheduler:
     def expire(self, now: float) -> list[Request]:
         """Requests whose deadline has passed, for the caller to `finish` before they cost more."""
         table = self._table
-        late = np.flatnonzero((table.deadline <= now) & (table.serial >= 0))
-        return self._queue.expire(now) + [table.at(slot) for slot in late.tolist()]
+        expired, late = self._queue.expire(now), table.deadline <= now
+        if late.any():
+            expired += [table.at(slot) for slot in late.nonzero()[0].tolist()]
+        return expired
 
     def plan(self, now: float = 0.0) -> ScheduledStep | None:
         """The next step, which the caller must dispatch, or None if nothing can be computed just now.
 
-        None with no step in flight means that there is nothing to do, or that everything is held.
+        None with no step in flight means that there is nothing to do, that everything is held, or that one
+        has given way and the next call will start others.
         """
         self._pages.grants.clear()
         self._newcomers.make_way(now)
@@ -188,13 +190,9 @@ class Scheduler:
         todo = self._table.todo()
         step, chunked = self._plan_running(todo, now)
         all_stay = num_preemptions == self.num_preemptions
-        if all_stay or not (self.num_running or self._in_flight):
-            self._newcomers.admit(
-                step, now, in_flight=bool(self._in_flight)
-            )  # There may be pages for others.
-        for submission in self._heirs_due:
-            self._queue_heirs(submission, now)
-        self._heirs_due.clear()
+        may_admit = all_stay or not (self.num_running or self._in_flight)
+        if may_admit:  # There may be pages for others.
+            self._newcomers.admit(step, now, in_flight=bool(self._in_flight))
         if step.decodes_only and not (step.empty or len(self._queue)):
             step.num_iterations = self._num_iterations(step.decoding)
         scheduled = step.build([grant for grants in self._pages.grants.values() for grant in grants])
@@ -206,8 +204,8 @@ class Scheduler:
                 if self.cache is not None:
                     self.cache.store(request, min(num_computed, request.num_known))
                 if self._prompts.offer(request, num_computed):
-                    self._heirs_due.append(request.submission)
-        elif not self._in_flight and (todo.any() or self._could_start(now)):
+                    self._queue_heirs(request.submission, now)
+        elif may_admit and not self._in_flight and (todo.any() or self._could_start(now)):
             raise RuntimeError(
                 f"no step can be planned: {self.num_running} samples run and {self.num_waiting} wait"
             )
@@ -222,7 +220,7 @@ class Scheduler:
         self._charge(step)
         arrivals = take_tokens(self._table, step, tokens, self._is_eos)
         if self.cache is not None:
-            self.cache.store_full(self._table, step.slots)
+            self.cache.store_full(self._table, step.cohort.slots)
         return arrivals
 
     def retire(self, step: ScheduledStep) -> None:
@@ -277,8 +275,9 @@ class Scheduler:
         """A step with the rows of the running requests, and those of them that compute several."""
         table, order = self._table, self._table.order
         asked = todo[order]
-        longer: list[int] = order[asked > 1].tolist()
-        decoding = self._pages.find(order[asked == 1], now)
+        one_each = asked == 1
+        longer: list[int] = [] if one_each.all() else order[asked > 1].tolist()
+        decoding = self._pages.find(order if one_each.all() else order[one_each], now)
         step = StepBuilder(self.limits, table, self._max_prompt_rows(decoding, longer), decoding)
         chunked: list[Request] = []
         for index, slot in enumerate(longer):
@@ -325,11 +324,12 @@ class Scheduler:
 
     def _charge(self, step: ScheduledStep) -> None:
         """Charge the tokens that a step brings to answers that are longer than was expected."""
-        table, slots = self._table, step.slots
-        late = table.known[slots] - table.pending[slots] >= table.prepaid[slots]
-        late &= table.serial[slots] == step.serials
+        table, cohort = self._table, step.cohort
+        late = table.num_arrived(cohort.slots) >= cohort.prepaid
         if late.any():
-            self._queue.accounts.charge(step.accounts[late], 1)
+            if not table.in_place(cohort):
+                late &= table.serial[cohort.slots] == cohort.serials
+            self._queue.accounts.charge(cohort.accounts[late], 1)
 
     def _could_start(self, now: float) -> bool:
         """Whether nothing runs and yet the next request waits, though all it waited for has come."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,25 @@ from jaxserve.scheduling.classes import PriorityClass
 from jaxserve.scheduling.request import Request
 
 BoolArray = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cohort:
+    """The requests in K taken slots, and what of theirs stays as it is for as long as they are there."""
+
+    slots: IntArray
+    """[K]."""
+    serials: npt.NDArray[np.int64]
+    """[K] the admissions that hold the slots."""
+    requests: list[Request]
+    """[K]."""
+    accounts: IntArray
+    """[K] whom the tokens are charged to; the others as in the table."""
+    prepaid: IntArray
+    max_known: IntArray
+    first_end: IntArray
+    ends_at_eos: BoolArray
+    has_stop_ids: BoolArray
 
 
 class SlotTable:
@@ -59,6 +79,7 @@ class SlotTable:
         self._page_size = page_size
         self._free = list(range(num_slots - 1, -1, -1))
         self._order: IntArray | None = None
+        self._everyone: Cohort | None = None
         self._num_admissions = 0
 
     def __len__(self) -> int:
@@ -88,10 +109,42 @@ class SlotTable:
         """The running requests, in the same order."""
         return [self.at(slot) for slot in self.order.tolist()]
 
-    def requests_at(self, slots: IntArray) -> list[Request]:
-        """The requests in taken slots."""
+    def cohort(self, slots: IntArray) -> Cohort:
+        """The requests in taken slots; cheap for `order` itself, until a slot changes hands."""
+        if slots is not self._order:
+            return self._cohort(slots)
+        if self._everyone is None:
+            self._everyone = self._cohort(slots)
+        return self._everyone
+
+    def in_place(self, cohort: Cohort) -> bool:
+        """Whether every request of the cohort has held its slot ever since."""
+        if cohort is self._everyone:
+            return True
+        return bool((self.serial[cohort.slots] == cohort.serials).all())
+
+    def index(self, slots: IntArray) -> IntArray | slice:
+        """Selects these slots of a column to write the same to each; of all taken slots, quicker, the whole
+        column: what a free slot's says is of no account."""
+        return slice(None) if slots is self._order else slots
+
+    def num_arrived(self, slots: IntArray) -> IntArray:
+        """Known tokens of each slot that have reached the host."""
+        return (self.known - self.pending)[slots]
+
+    def _cohort(self, slots: IntArray) -> Cohort:
         requests: Any = self.requests
-        return list(map(requests.__getitem__, slots.tolist()))
+        return Cohort(
+            slots,
+            self.serial[slots],
+            list(map(requests.__getitem__, slots.tolist())),
+            self.account[slots],
+            self.prepaid[slots],
+            self.max_known[slots],
+            self.first_end[slots],
+            self.ends_at_eos[slots],
+            self.has_stop_ids[slots],
+        )
 
     def at(self, slot: int) -> Request:
         """The request in a taken slot."""
@@ -133,7 +186,7 @@ class SlotTable:
         deadline = submission.terms.deadline
         self.deadline[slot] = np.inf if deadline is None else deadline
         self.follow_pages(request)
-        self._order = None
+        self._order = self._everyone = None
 
     def leave(self, request: Request) -> None:
         """Take a request's slot away; tokens under way stay counted with the request."""
@@ -142,8 +195,9 @@ class SlotTable:
         request.slot = -1
         self.requests[slot] = None
         self.serial[slot] = -1
+        self.deadline[slot] = np.inf
         self._free.append(slot)
-        self._order = None
+        self._order = self._everyone = None
 
     def follow_growth(self, request: Request) -> None:
         """The request's page table has grown."""

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from jaxserve.plan import EngineLimits, IntArray, SlotLoad, StepPlan
 from jaxserve.scheduling.request import Request
-from jaxserve.scheduling.slots import BoolArray, SlotTable
+from jaxserve.scheduling.slots import BoolArray, Cohort, SlotTable
 
 
 class ScoredRows(NamedTuple):
@@ -33,16 +32,10 @@ class ScheduledStep:
     """Slots to fill before the step."""
     admitted: tuple[Request, ...]
     """The requests that fill the slots, in the order of `loads`."""
-    slots: IntArray
-    """[K]."""
-    serials: npt.NDArray[np.int64]
-    """[K] the admissions that held the slots."""
-    requests: list[Request]
-    """[K] the requests in them."""
+    cohort: Cohort
+    """The K requests."""
     rows: IntArray
     """[K] the logit row of each."""
-    accounts: IntArray
-    """[K] whom the tokens are charged to."""
     scored: tuple[ScoredRows, ...]
 
 
@@ -142,43 +135,43 @@ class StepBuilder:
             return None
         slots, num_tokens, num_logit_rows, samples = self._columns()
         row_ends = np.cumsum(num_logit_rows, dtype=np.int32)
-        num_rows = int(num_tokens.sum())
-        shape = self._limits.fit(num_rows, len(slots), int(row_ends[-1]), num_rows == len(slots))
         scored = self._score(row_ends)
-        sampling = slots[samples]
-        table = self._table
-        if self.num_iterations > 1:
-            num_tokens_ahead = num_new = table.num_ahead(slots, self.num_iterations)
-        else:
-            num_tokens_ahead, num_new = num_tokens, 1
-        table.computed[slots] += num_tokens_ahead
-        table.known[sampling] += num_new
-        table.pending[sampling] += num_new
-        table.held[sampling] = table.gated[sampling]
+        sampling = slots if samples is None else slots[samples]
+        self._count(slots, num_tokens, sampling)
+        num_rows = int(num_tokens.sum()) if self._chunks else len(slots)
+        shape = self._limits.fit(num_rows, len(slots), int(row_ends[-1]), num_rows == len(slots))
+        granted = np.array(grants, np.int32).reshape(-1, 4)
         return ScheduledStep(
-            StepPlan(
-                slots,
-                num_tokens,
-                num_logit_rows,
-                np.array(grants, np.int32).reshape(-1, 4),
-                shape,
-                self.num_iterations,
-            ),
+            StepPlan(slots, num_tokens, num_logit_rows, granted, shape, self.num_iterations),
             tuple(self._loads),
             tuple(self._admitted),
-            sampling,
-            table.serial[sampling],
-            table.requests_at(sampling),
-            row_ends[samples] - 1,
-            table.account[sampling],
+            self._table.cohort(sampling),
+            (row_ends if samples is None else row_ends[samples]) - 1,
             scored,
         )
 
-    def _columns(self) -> tuple[IntArray, IntArray, IntArray, BoolArray]:
-        """Slot, rows, logit rows of each sequence, and whether its last row samples an unknown token."""
+    def _count(self, slots: IntArray, num_tokens: IntArray, sampling: IntArray) -> None:
+        """Let the table know what the slots will have done after the step."""
+        table = self._table
+        if self.num_iterations > 1:
+            num_ahead = table.num_ahead(slots, self.num_iterations)
+            table.computed[slots] += num_ahead
+            table.known[slots] += num_ahead
+            table.pending[slots] += num_ahead
+        else:
+            table.computed[table.index(slots)] += num_tokens if self._chunks else 1
+            index = table.index(sampling)
+            table.known[index] += 1
+            table.pending[index] += 1
+        index = table.index(sampling)
+        table.held[index] = table.gated[index]
+
+    def _columns(self) -> tuple[IntArray, IntArray, IntArray, BoolArray | None]:
+        """Slot, rows, logit rows of each sequence, and whether its last row samples an unknown token; None
+        if that is so of all."""
         ones = np.ones(len(self.decoding), np.int32)
         if not self._chunks:
-            return self.decoding, ones, ones, ones.astype(np.bool_)
+            return self.decoding, ones, ones, None
         rows = [(slot, *chunk[:2], chunk.num_tokens == todo) for slot, chunk, todo in self._chunks]
         slots, num_tokens, num_logit_rows, samples = np.array(rows, np.int32).T
         return (
