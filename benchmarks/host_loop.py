@@ -19,7 +19,7 @@ from jaxserve.loop_stats import Stage
 from jaxserve.plan import EngineLimits, SamplingParams, SlotLoad, StepHandle, StepPlan, StepResult, StepShape
 from jaxserve.scheduling import CacheIdentity
 
-PROMPT = list(range(32))
+PROMPT = list(range(31))
 CRITICAL: tuple[Stage, ...] = ("plan", "commit")
 """The stages between which a step's tokens and the next step's plan are made."""
 
@@ -68,11 +68,14 @@ class TimedEngine:
 
 
 def running_loop(engine: TimedEngine, num_running: int, num_waiting: int) -> HostLoop:
-    """A loop in which so many decode, and so many wait, with prefixes kept as a server does."""
+    """A loop in which so many decode, and so many wait, with prefixes kept as a server does.
+
+    Texts differ, and in length too, so that not all fill a page in the same step.
+    """
     loop = HostLoop(engine, cache=CacheIdentity(model="none", kv_format="none"))
     params = SamplingParams(temperature=0, max_tokens=4000, ignore_eos=True)
     for number in range(num_running + num_waiting):
-        loop.add(str(number), PROMPT, params)
+        loop.add(str(number), [number % 1000, *PROMPT[number % 16 :]], params)
     while loop.num_running < num_running:
         loop.step()
     for _ in range(8):

@@ -2,6 +2,8 @@
 
 The loop's thread adds events and closes a batch once a step; readers on any thread ask for what follows the
 last batch that they have seen. The log is bounded: a reader that falls behind is told how much it missed.
+Before the first reader comes nothing is written, which would cost every page a digest; what happened until
+then counts as one batch that everybody has missed.
 """
 
 from __future__ import annotations
@@ -89,18 +91,27 @@ class KvEventLog:
         if max_batches < 1:
             raise ValueError(f"max_batches {max_batches} is out of range: it must be at least 1")
         self._clock = clock
+        self._wanted = False
+        self._skipped = False
+        """Whether something happened that nobody wanted to know."""
         self._pending: list[KvEvent] = []
         self._batches: deque[KvEventBatch] = deque(maxlen=max_batches)
         self._lock = threading.Lock()
         self._last = 0
         self._listeners: list[Callable[[], None]] = []
 
-    def add(self, event: KvEvent) -> None:
-        """Note an event for the batch that the next `flush` closes."""
-        self._pending.append(event)
+    def add(self, make_event: Callable[[], KvEvent]) -> None:
+        """Note an event for the batch that the next `flush` closes; it is made only if somebody reads."""
+        if self._wanted:
+            self._pending.append(make_event())
+        else:
+            self._skipped = True
 
     def flush(self) -> None:
         """Publish what was added since the last call as one batch, if anything was, and tell listeners."""
+        if self._skipped and self._wanted:
+            with self._lock:
+                self._count_skipped()
         if not self._pending:
             return
         with self._lock:
@@ -115,6 +126,7 @@ class KvEventLog:
     def last_sequence_number(self) -> int:
         """The number of the latest batch; 0 before the first."""
         with self._lock:
+            self._want()
             return self._last
 
     def read(self, start: int, max_batches: int = 1_000) -> KvEventPage:
@@ -125,6 +137,7 @@ class KvEventLog:
         if start < 1:
             raise ValueError(f"start {start} is out of range: sequence numbers begin at 1")
         with self._lock:
+            self._want()
             first_kept = self._last - len(self._batches) + 1
             begin = max(start, first_kept) - first_kept
             batches = tuple(islice(self._batches, begin, begin + max_batches))
@@ -136,6 +149,7 @@ class KvEventLog:
         It must return at once and not raise: typically it wakes the reader's own thread or event loop.
         """
         with self._lock:
+            self._want()
             self._listeners.append(listener)
 
         def unlisten() -> None:
@@ -144,3 +158,15 @@ class KvEventLog:
                     self._listeners.remove(listener)
 
         return unlisten
+
+    def _want(self) -> None:
+        """Somebody asks."""
+        if not self._wanted:
+            self._wanted = True
+            self._count_skipped()
+
+    def _count_skipped(self) -> None:
+        if self._skipped:
+            self._skipped = False
+            self._last += 1
+            self._batches.clear()

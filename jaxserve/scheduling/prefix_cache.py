@@ -156,7 +156,9 @@ class PrefixCache:
             return
         prompt = request.submission.prompt
         num_prompt = len(prompt)
-        tokens = prompt[start:end] + request.output[max(0, start - num_prompt) : max(0, end - num_prompt)]
+        tokens = prompt[start:end] if start < num_prompt else []
+        if end > num_prompt:
+            tokens = tokens + request.output[max(0, start - num_prompt) : end - num_prompt]
         self._tree.insert(cursor, tokens, request.table.pages)
 
     def store_full(self, table: SlotTable, slots: IntArray) -> None:

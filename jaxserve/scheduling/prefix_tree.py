@@ -81,7 +81,7 @@ class PrefixTree:
         windows: Sequence[int],
         *,
         recompute_cost: RecomputeCost | None = None,
-        on_event: Callable[[KvEvent], None] | None = None,
+        on_event: Callable[[Callable[[], KvEvent]], None] | None = None,
         on_page: Callable[[Root, Node], None] | None = None,
         copies_pages: bool = True,
     ) -> None:
@@ -92,7 +92,8 @@ class PrefixTree:
             page_size: tokens a page.
             windows: each group's sliding window in tokens, 0 for full attention.
             recompute_cost: milliseconds to compute tokens anew; without it all pages cost the same.
-            on_event: told what is stored and removed, as it happens.
+            on_event: given what makes the event of what has just been stored or removed; to be called at once
+                or not at all.
             on_page: told of each new page and its root, such as `Offload.note_stored`.
             copies_pages: whether the device can copy a page, so that part of one can be used.
 
@@ -225,7 +226,8 @@ class PrefixTree:
             node = child
         cursor.node = node
         if self._on_event is not None and first_new is not None and not cursor.root.cleared:
-            self._on_event(self._stored(cursor.root, first_new, node))
+            first, last = first_new, node
+            self._on_event(lambda: self._stored(cursor.root, first, last))
         return duplicates
 
     def mark_end(self, cursor: TreeCursor) -> None:
@@ -262,7 +264,7 @@ class PrefixTree:
         num_removed = len(self._store.removed)
         if scope is None and self._on_event is not None:
             self._store.removed.clear()
-            self._on_event(CacheCleared())
+            self._on_event(CacheCleared)
         self._report_removed()
         return num_removed
 
@@ -325,6 +327,7 @@ class PrefixTree:
     def _report_removed(self) -> None:
         removed = self._store.removed
         if removed:
-            if self._on_event is not None:
-                self._on_event(PagesRemoved(tuple(event_hash(node.key) for node in removed)))
+            named = [node for node in removed if node.named]  # Nobody has heard of the others.
+            if self._on_event is not None and named:
+                self._on_event(lambda: PagesRemoved(tuple(event_hash(node.key) for node in named)))
             removed.clear()

@@ -70,9 +70,16 @@ class Node:
             key = node._key = page_key(key, node.label)
         return key
 
+    @property
+    def named(self) -> bool:
+        """Whether the key has been asked for."""
+        return self._key is not None
+
     def find(self, label: bytes) -> Node | None:
         """The child with this label."""
         children = self.children
+        if not children:
+            return None
         at = bisect_left(children, label, key=_LABEL)
         if at < len(children) and children[at].label == label:
             return children[at]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 
 import pytest
 
@@ -10,15 +11,34 @@ from jaxserve.scheduling.kv_events import CacheCleared, KvEventLog, PagesRemoved
 
 
 def make_log(max_batches: int = 10) -> KvEventLog:
-    return KvEventLog(max_batches, clock=lambda: 12.5)
+    """A log that somebody reads."""
+    log = KvEventLog(max_batches, clock=lambda: 12.5)
+    log.read(1)
+    return log
+
+
+def test_before_the_first_reader_nothing_is_made_and_he_has_missed_a_batch() -> None:
+    def make() -> PagesRemoved:
+        raise AssertionError("nobody reads")
+
+    log = KvEventLog(clock=lambda: 12.5)
+    for _ in range(3):
+        log.add(make)
+        log.flush()
+    page = log.read(1)
+    assert (page.batches, page.num_missed, log.last_sequence_number) == ((), 1, 1)
+    log.add(CacheCleared)
+    log.flush()
+    page = log.read(2)
+    assert ([batch.sequence_number for batch in page.batches], page.num_missed) == ([2], 0)
 
 
 def test_a_flush_makes_one_batch_of_what_was_added() -> None:
     log = make_log()
     log.flush()
     assert log.last_sequence_number == 0
-    log.add(PagesRemoved((1,)))
-    log.add(CacheCleared())
+    log.add(partial(PagesRemoved, (1,)))
+    log.add(CacheCleared)
     assert log.read(1).batches == ()
     log.flush()
     (batch,) = log.read(1).batches
@@ -29,7 +49,7 @@ def test_a_flush_makes_one_batch_of_what_was_added() -> None:
 def test_a_reader_goes_on_from_any_number() -> None:
     log = make_log()
     for number in range(5):
-        log.add(PagesRemoved((number,)))
+        log.add(partial(PagesRemoved, (number,)))
         log.flush()
     page = log.read(3, max_batches=2)
     assert ([batch.sequence_number for batch in page.batches], page.num_missed) == ([3, 4], 0)
@@ -40,7 +60,7 @@ def test_a_reader_goes_on_from_any_number() -> None:
 def test_a_reader_that_falls_behind_is_told() -> None:
     log = make_log(max_batches=3)
     for number in range(10):
-        log.add(PagesRemoved((number,)))
+        log.add(partial(PagesRemoved, (number,)))
         log.flush()
     page = log.read(4)
     assert ([batch.sequence_number for batch in page.batches], page.num_missed) == ([8, 9, 10], 4)
@@ -51,11 +71,11 @@ def test_listeners_hear_of_every_batch_until_they_stop() -> None:
     heard: list[int] = []
     stop = log.listen(lambda: heard.append(log.last_sequence_number))
     for _ in range(2):
-        log.add(CacheCleared())
+        log.add(CacheCleared)
         log.flush()
     stop()
     stop()
-    log.add(CacheCleared())
+    log.add(CacheCleared)
     log.flush()
     assert heard == [1, 2]
 
@@ -75,7 +95,7 @@ def test_a_reader_on_another_thread_sees_every_batch_once() -> None:
     reader = threading.Thread(target=read)
     reader.start()
     for _ in range(1_000):
-        log.add(CacheCleared())
+        log.add(CacheCleared)
         log.flush()
     reader.join(20)
     assert seen == list(range(1, 1_001))

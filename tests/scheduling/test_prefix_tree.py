@@ -25,7 +25,9 @@ class Engine:
         self.pool = PagePool(num_pages)
         self.windows = windows
         self.events: list[KvEvent] = []
-        self.tree = PrefixTree(self.pool, PAGE, windows, on_event=self.events.append, **kwargs)  # type: ignore[arg-type]
+        self.tree = PrefixTree(
+            self.pool, PAGE, windows, on_event=lambda make: self.events.append(make()), **kwargs
+        )  # type: ignore[arg-type]
 
     def match(self, tokens: list[int], limit: int | None = None, domain: CacheDomain = DOMAIN) -> PrefixMatch:
         return self.tree.match(PrefixQuery(domain, tokens, len(tokens) if limit is None else limit))

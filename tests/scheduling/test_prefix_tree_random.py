@@ -59,7 +59,7 @@ class TreeMachine(RuleBasedStateMachine):
             PAGE,
             self.windows,
             recompute_cost=lambda start, num_tokens: num_tokens * (1.0 + start),
-            on_event=self.events.append,
+            on_event=lambda make: self.events.append(make()),
             copies_pages=copies_pages,
         )
         self.content: list[dict[int, list[tuple[int, ...]]]] = [{} for _ in self.windows]
