@@ -18,6 +18,10 @@ from jaxserve.scheduling.prefix_tree_match import PrefixMatch, PrefixQuery
 from jaxserve.scheduling.request import Request, Submission
 from jaxserve.scheduling.slots import SlotTable
 
+_PAGES_AT_ONCE = 8
+"""Full pages of an answer that are added together while it runs, as that costs each one less; nobody has much
+use for them before it ends."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class CacheIdentity:
@@ -92,8 +96,9 @@ class PrefixCache:
         assert self._swap is not None, "there is nowhere to bring pages back from"
         return self._swap.restore(more, request.table) * self._page_size
 
-    def save(self, request: Request) -> None:
+    def save(self, table: SlotTable, request: Request) -> None:
         """A running request is to give up its pages and to go on later."""
+        self.store_rest(table, request)
         cursor = self._cursors.get(request)
         if self._swap is not None and cursor is not None and request.submission.terms.cache_read:
             self._swap.save(cursor, self._cost(0, cursor.num_tokens) / 1000.0)
@@ -162,14 +167,21 @@ class PrefixCache:
         self._tree.insert(cursor, tokens, request.table.pages)
 
     def store_full(self, table: SlotTable, slots: IntArray) -> None:
-        """Add those pages of the requests in the slots that have become full, computed and known."""
+        """Add the pages of those requests in the slots that have filled several, computed and known."""
         # The last token that has arrived may be one that ends its answer, and never be computed.
         known = table.num_arrived(slots) - 1
         num_full = np.minimum(known, table.computed[slots]) // self._page_size
-        due = (num_full > table.num_stored[slots]) & (table.serial[slots] >= 0)
+        due = (num_full >= table.num_stored[slots] + _PAGES_AT_ONCE) & (table.serial[slots] >= 0)
+        if not due.any():
+            return
         for slot, num_pages in zip(slots[due].tolist(), num_full[due].tolist(), strict=True):
             table.num_stored[slot] = num_pages
             self.store(table.at(slot), num_pages * self._page_size)
+
+    def store_rest(self, table: SlotTable, request: Request) -> None:
+        """A running request is to let go of its pages: add what has not been added yet."""
+        num_known = len(request.submission.prompt) + len(request.output) - 1
+        self.store(request, min(num_known, int(table.computed[request.slot])))
 
     def end(self, request: Request) -> None:
         """A running request has let go of its pages."""

@@ -77,11 +77,12 @@ class RunningPages:
 
     def grow(self, request: Request, num_tokens: int) -> None:
         """Give a request pages for its first `num_tokens` tokens; they must be free."""
-        slot = request.slot
         grown = request.table.grow(num_tokens)
         if grown:
+            slot = request.slot
             granted = self.grants.setdefault(slot, [])
-            granted += [(group, slot, index, page) for group, index, page in grown]
+            for group, index, page in grown:
+                granted.append((group, slot, index, page))
             self._table.follow_growth(request)
 
     def pass_window(self, request: Request) -> None:
@@ -122,13 +123,15 @@ class RunningPages:
         """Take a request's slot and pages, and let it wait."""
         request.advance(RequestState.PREEMPTED)
         if self._cache is not None:
-            self._cache.save(request)
+            self._cache.save(self._table, request)
         self.take_back(request)
         self.num_preemptions += 1
         self._queue.push(request, now)
 
     def take_back(self, request: Request) -> None:
         """A request leaves its slot."""
+        if self._cache is not None:
+            self._cache.store_rest(self._table, request)
         self.grants.pop(request.slot, None)
         self._table.leave(request)
         self._queue.leave(request)

@@ -276,8 +276,11 @@ class Scheduler:
         table, order = self._table, self._table.order
         asked = todo[order]
         one_each = asked == 1
-        longer: list[int] = [] if one_each.all() else order[asked > 1].tolist()
-        decoding = self._pages.find(order if one_each.all() else order[one_each], now)
+        longer: list[int] = []
+        decoding = order
+        if not one_each.all():
+            longer, decoding = order[asked > 1].tolist(), order[one_each]
+        decoding = self._pages.find(decoding, now)
         step = StepBuilder(self.limits, table, self._max_prompt_rows(decoding, longer), decoding)
         chunked: list[Request] = []
         for index, slot in enumerate(longer):

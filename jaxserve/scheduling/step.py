@@ -133,24 +133,36 @@ class StepBuilder:
         """The step in the smallest shape that holds it, its rows counted as computed; None without rows."""
         if self.empty:
             return None
+        granted = np.array(grants, np.int32).reshape(-1, 4)
+        if not self._chunks:
+            return self._build_decode(granted)
         slots, num_tokens, num_logit_rows, samples = self._columns()
         row_ends = np.cumsum(num_logit_rows, dtype=np.int32)
         scored = self._score(row_ends)
-        sampling = slots if samples is None else slots[samples]
+        sampling = slots[samples]
         self._count(slots, num_tokens, sampling)
-        num_rows = int(num_tokens.sum()) if self._chunks else len(slots)
+        num_rows = int(num_tokens.sum())
         shape = self._limits.fit(num_rows, len(slots), int(row_ends[-1]), num_rows == len(slots))
-        granted = np.array(grants, np.int32).reshape(-1, 4)
         return ScheduledStep(
-            StepPlan(slots, num_tokens, num_logit_rows, granted, shape, self.num_iterations),
+            StepPlan(slots, num_tokens, num_logit_rows, granted, shape),
             tuple(self._loads),
             tuple(self._admitted),
             self._table.cohort(sampling),
-            (row_ends if samples is None else row_ends[samples]) - 1,
+            row_ends[samples] - 1,
             scored,
         )
 
-    def _count(self, slots: IntArray, num_tokens: IntArray, sampling: IntArray) -> None:
+    def _build_decode(self, granted: IntArray) -> ScheduledStep:
+        """The step where every sequence computes one row and samples after it."""
+        slots = self.decoding
+        size = len(slots)
+        ones, rows = np.ones(size, np.int32), np.arange(size, dtype=np.int32)
+        self._count(slots, 1, slots)
+        shape = self._limits.fit(size, size, size, True)
+        plan = StepPlan(slots, ones, ones, granted, shape, self.num_iterations)
+        return ScheduledStep(plan, (), (), self._table.cohort(slots), rows, ())
+
+    def _count(self, slots: IntArray, num_tokens: IntArray | int, sampling: IntArray) -> None:
         """Let the table know what the slots will have done after the step."""
         table = self._table
         if self.num_iterations > 1:
@@ -159,19 +171,16 @@ class StepBuilder:
             table.known[slots] += num_ahead
             table.pending[slots] += num_ahead
         else:
-            table.computed[table.index(slots)] += num_tokens if self._chunks else 1
+            table.computed[table.index(slots)] += num_tokens
             index = table.index(sampling)
             table.known[index] += 1
             table.pending[index] += 1
         index = table.index(sampling)
         table.held[index] = table.gated[index]
 
-    def _columns(self) -> tuple[IntArray, IntArray, IntArray, BoolArray | None]:
-        """Slot, rows, logit rows of each sequence, and whether its last row samples an unknown token; None
-        if that is so of all."""
+    def _columns(self) -> tuple[IntArray, IntArray, IntArray, BoolArray]:
+        """Slot, rows, logit rows of each sequence, and whether its last row samples an unknown token."""
         ones = np.ones(len(self.decoding), np.int32)
-        if not self._chunks:
-            return self.decoding, ones, ones, None
         rows = [(slot, *chunk[:2], chunk.num_tokens == todo) for slot, chunk, todo in self._chunks]
         slots, num_tokens, num_logit_rows, samples = np.array(rows, np.int32).T
         return (
