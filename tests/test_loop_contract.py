@@ -11,6 +11,7 @@ from jaxserve.loop import HostLoop
 from jaxserve.outputs import RequestOutput
 from jaxserve.plan import SamplingParams
 from tests.fake_engine import FakeEngine, expected_answer, logprob, make_limits
+from tests.policies import UNFORESEEN
 
 Case = tuple[list[int], SamplingParams]
 
@@ -81,13 +82,17 @@ SCHEDULES = {
     "fewer rows than slots": (make_limits(num_slots=16, chunk_rows=(4,)), {}),
     "many slots": (make_limits(num_slots=64, num_pages=(2000,)), {}),
     "one slot": (make_limits(num_slots=1), {}),
-    "tiny pool": (make_limits(num_slots=8, num_pages=(22,)), {}),
-    "tiny pool, chunk 5": (make_limits(num_slots=8, num_pages=(22,)), {"max_chunk": 5}),
+    "tiny pool": (make_limits(num_slots=8, num_pages=(22,)), {"policy": UNFORESEEN}),
+    "tiny pool, foreseen": (make_limits(num_slots=8, num_pages=(22,)), {}),
+    "tiny pool, chunk 5": (make_limits(num_slots=8, num_pages=(22,)), {"max_chunk": 5, "policy": UNFORESEEN}),
     "windows": (make_limits(num_pages=(200, 120), windows=(0, 8)), {}),
-    "windows, tiny pools": (make_limits(num_pages=(22, 5), windows=(0, 8)), {}),
+    "windows, tiny pools": (make_limits(num_pages=(22, 5), windows=(0, 8)), {"policy": UNFORESEEN}),
     "windows alone": (make_limits(num_pages=(4, 9), windows=(7, 21)), {"max_chunk": 16}),
     "iterations": (make_limits(max_iterations=4), {}),
-    "iterations, tiny pool": (make_limits(num_slots=8, num_pages=(22,), max_iterations=8), {}),
+    "iterations, tiny pool": (
+        make_limits(num_slots=8, num_pages=(24,), max_iterations=8),
+        {"policy": UNFORESEEN},
+    ),
     "iterations, windows": (make_limits(num_pages=(200, 120), windows=(0, 8), max_iterations=3), {}),
     "page of one token": (make_limits(page_size=1, num_pages=(80, 30), windows=(0, 5)), {}),
 }
@@ -102,7 +107,7 @@ def test_no_schedule_changes_an_answer(schedule: str, overlap: bool) -> None:
     check_outputs(cases, outputs, limits)
     iterated = any(plan.num_iterations > 1 for plan in engine.plans)
     assert iterated == (limits.max_iterations > 1)
-    if "tiny" in schedule:
+    if options.get("policy") is UNFORESEEN:
         assert sum(output.metrics.num_preemptions for output in outputs) >= 5
 
 
@@ -163,7 +168,7 @@ def test_prompt_logprobs_are_computed_once() -> None:
         ([1, 2, 3], SamplingParams(max_tokens=60, ignore_eos=True, seed=1)),
         (prompt, SamplingParams(n=3, prompt_logprobs=0, max_tokens=30, ignore_eos=True, seed=1)),
     ]
-    outputs, engine = serve(cases, limits)
+    outputs, engine = serve(cases, limits, policy=UNFORESEEN)
     check_outputs(cases, outputs, limits)
     assert outputs[1].metrics.num_preemptions > 0
     scored = sum(p.num_logit_rows for plan in engine.plans for p in plan.sequences if p.num_logit_rows > 1)

@@ -13,12 +13,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from jaxserve.loop import HostLoop
 from jaxserve.outputs import AnswerDelta, RequestOutput
 from jaxserve.plan import SamplingParams
-from jaxserve.scheduling import CacheIdentity, ServiceTerms
+from jaxserve.scheduling import DEFAULT_POLICY, CacheIdentity, SchedulerPolicy, ServiceTerms
 from jaxserve.scheduling.offload import Offload
 from jaxserve.scheduling.offload_cost import Rate, TransferRates
 from jaxserve.scheduling.offload_tier import Bytes, HostMemoryTier, TierRead
 from jaxserve.scheduling.page_swap import PageSwap
 from tests.fake_engine import FakeEngine, expected_answer, make_limits
+from tests.policies import UNFORESEEN
 
 POOLS = [((15,), (0,)), ((15, 6), (0, 6)), ((7,), (9,)), ((15, 7, 5), (0, 11, 3))]
 MAX_TOKENS = 20
@@ -97,6 +98,7 @@ class LoopMachine(RuleBasedStateMachine):
             }
         ),
         slowness=st.sampled_from([1e-9, 1e-9, 1e-9, 1.0]),
+        policy=st.sampled_from([UNFORESEEN, UNFORESEEN, DEFAULT_POLICY]),
     )
     def start(
         self,
@@ -109,6 +111,7 @@ class LoopMachine(RuleBasedStateMachine):
         max_iterations: int,
         tier: dict[str, Any],
         slowness: float,
+        policy: SchedulerPolicy,
     ) -> None:
         num_pages, windows = pool
         self.limits = make_limits(
@@ -131,7 +134,13 @@ class LoopMachine(RuleBasedStateMachine):
             rates = TransferRates(Rate(1 / slowness), Rate(1 / slowness))
             swap = PageSwap(offload, rates, lambda: self.now)
         self.loop = HostLoop(
-            engine, overlap=overlap, max_chunk=max_chunk, cache=cache, swap=swap, clock=lambda: self.now
+            engine,
+            overlap=overlap,
+            max_chunk=max_chunk,
+            cache=cache,
+            swap=swap,
+            clock=lambda: self.now,
+            policy=policy,
         )
         self.submitted: dict[str, tuple[list[int], SamplingParams]] = {}
         self.deadlines: dict[str, float] = {}

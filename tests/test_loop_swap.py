@@ -12,6 +12,7 @@ from jaxserve.scheduling.offload_cost import Rate, TransferRates
 from jaxserve.scheduling.offload_tier import HostMemoryTier
 from jaxserve.scheduling.page_swap import PageSwap
 from tests.fake_engine import FakeEngine, expected_answer, make_limits
+from tests.policies import UNFORESEEN
 
 CACHE = CacheIdentity(model="fake", kv_format="fake")
 LIMITS = make_limits(num_pages=(13, 13), windows=(0, 6), num_slots=3, max_model_len=48)
@@ -77,7 +78,7 @@ def test_forgetting_the_cache_forgets_what_is_kept_beyond_the_pool() -> None:
 def test_a_preempted_request_is_swapped() -> None:
     engine = FakeEngine(LIMITS)
     swap, _ = make_swap(engine, 1e12)
-    loop = HostLoop(engine, cache=CACHE, swap=swap)
+    loop = HostLoop(engine, cache=CACHE, swap=swap, policy=UNFORESEEN)
     prompts = [[start + number for number in range(20)] for start in (3, 30, 60)]
     params = SamplingParams(max_tokens=26, ignore_eos=True, seed=0)
     for name, prompt in enumerate(prompts):

@@ -159,6 +159,9 @@ class SchedulerPolicy:
     """How many requests may start ahead of one that is next and for which there is no room."""
     max_preemptions: int = whole(4, 0)
     """A request that has been preempted so often is no victim while there is another."""
+    pages_ahead: float = number(0.5, 0.0, 1.0)
+    """Of the output that is expected of requests beyond their known tokens, the part for which pages are kept
+    when others start. All of it would be right if every answer were longest at the same time."""
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -176,12 +179,12 @@ class SchedulerPolicy:
     @classmethod
     def first_come(cls) -> SchedulerPolicy:
         """Strictly by arrival, as engines without classes do."""
-        return cls(order="fcfs", max_passed=0)
+        return cls(order="fcfs", max_passed=0, pages_ahead=0.0)
 
     @classmethod
     def longest_prefix(cls) -> SchedulerPolicy:
         """The longest cached prompt first, as engines do that schedule for their prefix cache."""
-        return cls(order="longest-prefix", max_passed=0)
+        return cls(order="longest-prefix", max_passed=0, pages_ahead=0.0)
 
     @classmethod
     def from_mapping(cls, settings: Mapping[str, Any]) -> SchedulerPolicy:

@@ -14,8 +14,7 @@ that has not been yet.
 
 The credits are small on purpose: larger ones save more at most pool sizes, and at others less than the order
 of the last use alone. They were chosen on the one recorded trace on which `python -m benchmarks.prefix_cache`
-compares the two: there the tree saves up to 3 % more, and at worst 0.02 % less, in pools where a single page
-decides.
+compares the two: there the tree saves up to 2 % more, and nowhere less.
 
 Of a group with a window a page can go alone, wherever it is: then no text can be resumed whose window
 reaches back to it. Its worth is the last time that a text ended, was resumed or forked within its reach;
@@ -33,8 +32,8 @@ from jaxserve.scheduling.prefix_tree_nodes import Node
 RecomputeCost = Callable[[int, int], float]
 """(start, num_tokens) -> milliseconds to compute so many tokens from position `start` on."""
 
-COST_CREDIT = 0.05
-USE_CREDIT = 0.5
+COST_CREDIT = 0.03
+USE_CREDIT = 0.4
 _AGE_MEMORY = 0.998
 """Weight of the past in the measured reuse age, for each reuse."""
 _NEVER_ENDED = 1 << 60

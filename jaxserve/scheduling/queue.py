@@ -140,11 +140,13 @@ class RequestQueue:
         which it has paid. Those beyond are charged as they come."""
         paid = self._paid.get(request)
         if paid is None:
-            entry = self._running[request]
-            paid = ceil(self._lengths.mean(entry.class_index, request.submission.max_tokens))
-            self._paid[request] = paid
-            self.accounts.charge_answer(entry.account, paid)
+            paid = self._paid[request] = self.expected_output(request)
+            self.accounts.charge_answer(self._running[request].account, paid)
         return paid
+
+    def expected_output(self, request: Request) -> int:
+        """Output tokens of an answer such as those that requests of the class have had."""
+        return ceil(self._lengths.mean(self.class_index(request), request.submission.max_tokens))
 
     def settle(self, request: Request) -> None:
         """A request has ended, and is about to leave: what it has paid for and not had is its account's."""

@@ -11,6 +11,7 @@ from jaxserve.scheduling.offload import OffloadMatch
 from jaxserve.scheduling.pages import PagePool, SharedPrefix, max_pages_spanned
 from jaxserve.scheduling.prefix_cache import PrefixCache
 from jaxserve.scheduling.prefix_tree_match import PrefixMatch
+from jaxserve.scheduling.queue import RequestQueue
 from jaxserve.scheduling.request import Request
 from jaxserve.scheduling.shared_prompts import SharedPrompts
 from jaxserve.scheduling.slots import SlotTable
@@ -37,7 +38,10 @@ class Room:
         table: SlotTable,
         prompts: SharedPrompts,
         cache: PrefixCache | None,
+        queue: RequestQueue,
     ) -> None:
+        self._queue = queue
+        self._ahead = queue.policy.pages_ahead
         self._page_size = limits.page_size
         self._pool = pool
         self._table = table
@@ -46,36 +50,48 @@ class Room:
         self._caps = _page_caps(limits, max_chunk)
 
     def find(self, request: Request, promised: list[int], *, idle: bool) -> Start | None:
-        """How the request can start, if the pool has room for its known tokens beside what is `promised`.
+        """How the request can start, if the pool has room for it beside what is `promised`.
 
-        If `idle`, nobody will give anything back: shared prompts then go, this request's own the last, and
-        in the end what it could start on, if that is itself in the way.
+        If `idle`, nobody will give anything back: no room is kept for its answer, shared prompts then go,
+        this request's own the last, and in the end what it could start on, if that is itself in the way.
         """
-        while (start := self._fit(request, promised)) is None and idle and len(self._prompts):
+        num_tokens = request.num_known
+        if not idle:
+            num_tokens += int(
+                self._ahead * max(0, self._queue.expected_output(request) - len(request.output))
+            )
+        while (start := self._fit(request, num_tokens, promised)) is None and idle and len(self._prompts):
             self._prompts.release_any(last=request.submission)
-        return self._fit(request, promised, cold=True) if start is None and idle else start
+        return self._fit(request, num_tokens, promised, cold=True) if start is None and idle else start
 
     def promised(self) -> list[int]:
         """Free pages of each group that the running requests have yet to take.
 
-        For its known tokens, and a page more: that keeps a newcomer from being preempted as soon as
-        somebody fills a page.
+        For its known tokens, some of those that are expected, and a page more: that keeps a newcomer from
+        being preempted as soon as somebody fills a page.
         """
         table, taken = self._table, self._table.order
-        missing = -(-table.known[taken] // self._page_size) - table.capacity[taken] // self._page_size
+        known = table.known[taken]
+        ahead = np.maximum(table.prepaid[taken] - known, 0) * self._ahead
+        num_tokens = known + ahead.astype(np.int32)
+        missing = -(-num_tokens // self._page_size) - table.capacity[taken] // self._page_size
         missing = np.maximum(missing, 0)
         return [int(np.minimum(missing, cap).sum()) + len(taken) for cap in self._caps]
 
     def promise(self, request: Request, promised: list[int]) -> None:
         """Count what a request that has just started has yet to take."""
-        missing = max(0, self._num_pages(request.num_known) - request.table.num_spanned)
+        ahead = int(self._ahead * max(0, int(self._table.prepaid[request.slot]) - request.num_known))
+        missing = max(0, self._num_pages(request.num_known + ahead) - request.table.num_spanned)
         for group, cap in enumerate(self._caps):
             promised[group] += min(missing, cap) + 1
 
-    def _fit(self, request: Request, promised: list[int], *, cold: bool = False) -> Start | None:
+    def _fit(
+        self, request: Request, num_tokens: int, promised: list[int], *, cold: bool = False
+    ) -> Start | None:
+        """How the request can start with room for its first `num_tokens`; `cold`: on nothing."""
         while True:
             start = Start(None, None) if cold else self._look_up(request)
-            needed = self._needed(request, start, promised)
+            needed = self._needed(num_tokens, start, promised)
             if self._cover(needed):
                 return start
             if self._cache is None or not self._could_cover(needed, start.match):
@@ -95,9 +111,9 @@ class Room:
         match = self._cache.match(request)
         return Start(None if match is None else self._cache.prefix(match), match)
 
-    def _needed(self, request: Request, start: Start, promised: list[int]) -> list[int]:
+    def _needed(self, num_tokens: int, start: Start, promised: list[int]) -> list[int]:
         num_shared = 0 if start.prefix is None else start.prefix.num_full
-        num_new = self._num_pages(request.num_known) - num_shared
+        num_new = self._num_pages(num_tokens) - num_shared
         return [min(num_new, cap) + promised[group] for group, cap in enumerate(self._caps)]
 
     def _could_cover(self, needed: list[int], match: PrefixMatch | None) -> bool:

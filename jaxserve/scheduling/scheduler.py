@@ -83,7 +83,15 @@ class Scheduler:
         self._pages = RunningPages(
             self._pool, limits.page_size, self._table, self._queue, self._prompts, self.cache
         )
-        room = Room(limits, self.max_chunk, self._pool, self._table, self._prompts, self.cache)
+        room = Room(
+            limits,
+            self.max_chunk,
+            self._pool,
+            self._table,
+            self._prompts,
+            self.cache,
+            self._queue,
+        )
         self._newcomers = Newcomers(
             self._table, self._queue, room, self._pages, self._prompts, self.cache, self.budget
         )

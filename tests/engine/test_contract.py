@@ -26,6 +26,7 @@ from jaxserve.plan import (
 from jaxserve.scheduling import CacheIdentity
 from tests.engine.models import serve, small_engine
 from tests.oracle.tiny_models import write_tiny_model
+from tests.policies import UNFORESEEN
 
 NUM_REQUESTS = 32
 IDENTITY = CacheIdentity(model="tiny", kv_format="float32")
@@ -58,7 +59,7 @@ def test_a_batch_answers_as_each_request_alone(
 def test_a_pool_too_small_answers_the_same_after_preemptions(
     engine: DeviceEngine, alone: list[RequestOutput], overlap: bool
 ) -> None:
-    loop = HostLoop(SmallPool(engine, num_pages=11), overlap=overlap, max_chunk=64)
+    loop = HostLoop(SmallPool(engine, num_pages=11), overlap=overlap, max_chunk=64, policy=UNFORESEEN)
     outputs = serve(loop, mixed_requests(engine.limits.vocab_size))
     assert sum(output.metrics.num_preemptions for output in outputs) > 0
     assert_same(outputs, alone)
@@ -83,7 +84,7 @@ def test_a_warm_cache_answers_as_a_cold_one(
 def test_a_warm_cache_in_a_pool_too_small_answers_the_same(
     engine: DeviceEngine, alone: list[RequestOutput]
 ) -> None:
-    loop = HostLoop(SmallPool(engine, num_pages=13), max_chunk=64, cache=IDENTITY)
+    loop = HostLoop(SmallPool(engine, num_pages=13), max_chunk=64, cache=IDENTITY, policy=UNFORESEEN)
     requests = mixed_requests(engine.limits.vocab_size)
     outputs = serve(loop, requests) + serve(loop, requests)
     assert sum(output.metrics.num_preemptions for output in outputs) > 0

@@ -22,6 +22,7 @@ from jaxserve.plan import SamplingParams
 from jaxserve.scheduling import CacheIdentity
 from tests.engine.models import serve, small_engine
 from tests.oracle.tiny_models import write_tiny_model
+from tests.policies import UNFORESEEN
 
 CACHE = CacheIdentity(model="tiny", kv_format="any")
 PARAMS = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
@@ -83,7 +84,7 @@ def test_what_was_preempted_and_evicted_comes_back_with_the_same_tokens(engine: 
     requests = [(prompt, PARAMS) for prompt in prompts]
     expected = answers(serve(HostLoop(engine), requests, together=False))
     swap = page_swap(engine, 200 * sum(engine.page_bytes))
-    loop = HostLoop(engine, cache=CACHE, swap=swap)
+    loop = HostLoop(engine, cache=CACHE, swap=swap, policy=UNFORESEEN)
     compiled = engine.compiles_after_ready
     assert answers(serve(loop, requests)) == expected
     assert loop.snapshot().num_preemptions

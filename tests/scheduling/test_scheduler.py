@@ -10,6 +10,7 @@ import pytest
 from jaxserve.plan import SamplingParams, SlotLoad
 from jaxserve.scheduling import Request, RequestState, ScheduledStep, Scheduler, ScoredRows, Submission
 from tests.fake_engine import make_limits
+from tests.policies import UNFORESEEN
 
 LONG = SamplingParams(max_tokens=60, ignore_eos=True)
 
@@ -79,7 +80,7 @@ def test_no_more_run_than_have_a_row_beside_a_chunk() -> None:
 
 
 def test_the_latest_arrived_is_preempted_and_comes_back_first() -> None:
-    scheduler = Scheduler(make_limits(num_slots=3, num_pages=(13,)))
+    scheduler = Scheduler(make_limits(num_slots=3, num_pages=(13,)), policy=UNFORESEEN)
     a, b, c = (submit(scheduler, name, 8, SamplingParams(max_tokens=40, ignore_eos=True)) for name in "abc")
     d = None
     while c.leader.state is not RequestState.PREEMPTED:
@@ -104,7 +105,7 @@ def test_the_latest_arrived_is_preempted_and_comes_back_first() -> None:
 
 
 def test_a_token_under_way_at_the_preemption_is_not_lost() -> None:
-    scheduler = Scheduler(make_limits(num_slots=2, num_pages=(6,)))
+    scheduler = Scheduler(make_limits(num_slots=2, num_pages=(6,)), policy=UNFORESEEN)
     params = SamplingParams(max_tokens=10, ignore_eos=True)
     submissions = [submit(scheduler, name, 4, params) for name in "ab"]
     in_flight = [scheduler.plan()]
@@ -131,7 +132,7 @@ def test_pages_under_pressure_take_the_shared_prompt_first_and_samples_recompute
     step = complete(scheduler, scheduler.plan())
     assert step.loads[0].num_computed == 8, "the leader has gone; its prompt pages have not"
 
-    scheduler = Scheduler(make_limits(num_slots=2, num_pages=(8,)))
+    scheduler = Scheduler(make_limits(num_slots=2, num_pages=(8,)), policy=UNFORESEEN)
     early = submit(scheduler, "e", 1, SamplingParams(max_tokens=27, ignore_eos=True))
     group = submit(scheduler, "g", 9, SamplingParams(n=2, max_tokens=2, ignore_eos=True))
     for _ in range(200):
@@ -199,7 +200,7 @@ def test_the_queue_forgets_the_aborted_from_its_end() -> None:
 
 
 def test_a_prompt_preempted_halfway_is_scored_from_where_it_was() -> None:
-    scheduler = Scheduler(make_limits(num_slots=2, num_pages=(10,)), max_chunk=1)
+    scheduler = Scheduler(make_limits(num_slots=2, num_pages=(10,)), max_chunk=1, policy=UNFORESEEN)
     early = submit(scheduler, "e", 1, SamplingParams(max_tokens=30, ignore_eos=True))
     params = SamplingParams(max_tokens=1, prompt_logprobs=0)
     scored = submit(scheduler, "s", 20, params)
