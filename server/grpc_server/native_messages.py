@@ -70,20 +70,22 @@ def read_params(message: pb.SamplingParams) -> SamplingParams:
 
 def write_deltas(batch: Sequence[AnswerDelta]) -> Iterator[pb.GenerateResponse]:
     """One message for each sample that something was added to."""
-    merged: dict[int, pb.Delta] = {}
+    merged: dict[int, pb.GenerateResponse] = {}
     for delta in batch:
-        message = merged.get(delta.index)
-        if message is None:
-            message = merged[delta.index] = pb.Delta(index=delta.index)
+        response = merged.get(delta.index)
+        if response is None:
+            response = merged[delta.index] = pb.GenerateResponse()
+            response.delta.index = delta.index
+        message = response.delta
         message.token_ids.extend(delta.token_ids)
         message.text += delta.text
         if delta.logprobs is not None:
             message.logprobs.extend(map(_position, delta.logprobs))
         if delta.prompt_logprobs is not None:
             message.prompt_logprobs.extend(map(_position, delta.prompt_logprobs))
-    for message in merged.values():
-        if message.token_ids or message.text:
-            yield pb.GenerateResponse(delta=message)
+    for response in merged.values():
+        if response.delta.token_ids or response.delta.text:
+            yield response
 
 
 def write_samples(output: RequestOutput) -> Iterator[pb.Delta]:

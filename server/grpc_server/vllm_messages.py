@@ -126,15 +126,15 @@ class ResponseWriter:
             count = self._num_completion[index] = self._num_completion.get(index, 0) + len(token_ids)
             logprobs = [at for delta in deltas for at in delta.logprobs or ()]
             first = deltas[0].prompt_logprobs
-            chunk = pb.GenerateStreamChunk(
-                token_ids=token_ids,
-                prompt_tokens=self._num_prompt,
-                completion_tokens=count,
-                output_logprobs=self._output_logprobs(token_ids, logprobs),
-                input_logprobs=self._input_logprobs(prompt_ids, first),
-                index=index,
-            )
-            yield pb.GenerateResponse(chunk=chunk)
+            response = pb.GenerateResponse()
+            chunk = response.chunk  # Filled in place: a message that is given to another is copied.
+            chunk.token_ids.extend(token_ids)
+            chunk.prompt_tokens, chunk.completion_tokens, chunk.index = self._num_prompt, count, index
+            if (output := self._output_logprobs(token_ids, logprobs)) is not None:
+                chunk.output_logprobs.CopyFrom(output)
+            if (scored := self._input_logprobs(prompt_ids, first)) is not None:
+                chunk.input_logprobs.CopyFrom(scored)
+            yield response
 
     def completes(self, output: RequestOutput) -> Iterator[pb.GenerateResponse]:
         """The end of each sample, with all of its tokens."""
