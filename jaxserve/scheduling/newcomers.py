@@ -57,7 +57,7 @@ class Newcomers:
 
         `in_flight`: whether steps are under way that may yet give something back.
         """
-        if not len(self._queue):
+        if not (len(self._queue) and self._table.has_free):
             return
         self._queue.begin_round()
         promised: list[int] | None = None
