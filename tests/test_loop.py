@@ -265,6 +265,16 @@ def test_waiting_samples_are_aborted_with_their_prompt() -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
+def test_samples_follow_a_first_one_that_ends_at_once(overlap: bool) -> None:
+    first = expected_answer(LIMITS, PROMPT * 6, SamplingParams(max_tokens=1, ignore_eos=True), 0)[0]
+    params = SamplingParams(n=3, seed=0, max_tokens=9, ignore_eos=True, stop_token_ids=first)
+    (output,) = run(HostLoop(FakeEngine(LIMITS), overlap=overlap), (PROMPT * 6, params))
+    assert output.outputs[0].token_ids == first
+    for sample in output.outputs:
+        assert sample.token_ids == expected_answer(LIMITS, PROMPT * 6, params, 0, sample.index)[0]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("fail_at", [0, 3])
 def test_an_engine_error_stops_the_loop_and_ends_every_request(overlap: bool, fail_at: int) -> None:
     error = RuntimeError("no device")
