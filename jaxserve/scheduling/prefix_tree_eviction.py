@@ -3,7 +3,7 @@
 Of full-attention groups only leaves can go, since a page is of use only with all those before it. Their
 order is that of the last use plus a credit for what a page saves:
 
-    worth = last use + reuse age * (COST_CREDIT * log(recompute cost) + USE_CREDIT * log(times used))
+    worth = last use + reuse age * (COST_CREDIT * log(relative cost) + USE_CREDIT * log(times used))
 
 Time is counted in pages stored, which is what ages a cache. If the chance that a page is used again falls
 off as exp(-age / reuse age), ordering by expected saving is ordering by the log of chance times cost: the
@@ -14,7 +14,7 @@ that has not been yet.
 
 The credits are small on purpose: larger ones save more at most pool sizes, and at others less than the order
 of the last use alone. They were chosen on the one recorded trace on which `python -m benchmarks.prefix_cache`
-compares the two: there the tree saves up to 2 % more, and nowhere less.
+compares the two: there the tree saves up to 1 % more, and at no size less.
 
 Of a group with a window a page can go alone, wherever it is: then no text can be resumed whose window
 reaches back to it. Its worth is the last time that a text ended, was resumed or forked within its reach;
@@ -33,7 +33,7 @@ RecomputeCost = Callable[[int, int], float]
 """(start, num_tokens) -> milliseconds to compute so many tokens from position `start` on."""
 
 COST_CREDIT = 0.03
-USE_CREDIT = 0.4
+USE_CREDIT = 0.3
 _AGE_MEMORY = 0.998
 """Weight of the past in the measured reuse age, for each reuse."""
 _NEVER_ENDED = 1 << 60
@@ -86,13 +86,14 @@ class LeafQueue:
         heappush(self._heap, (node.worth, self._num_offers, node))
 
     def _log_cost(self, depth: int) -> float:
-        """The log of the cost of the `depth`-th page of a text."""
+        """The log of what the `depth`-th page of a text costs, as a multiple of the first one's cost."""
         if self._recompute_cost is None:
             return 0.0
+        first = max(self._recompute_cost(0, self._page_size), 1e-9)
         costs = self._log_costs
         while len(costs) <= depth:
             start = max(0, len(costs) - 1) * self._page_size
-            costs.append(math.log(max(self._recompute_cost(start, self._page_size), 1e-9)))
+            costs.append(math.log(max(self._recompute_cost(start, self._page_size) / first, 1e-9)))
         return costs[depth]
 
 
