@@ -35,6 +35,7 @@ from jaxserve.scheduling import (
     Ticket,
 )
 from jaxserve.scheduling.page_swap import PageSwap
+from jaxserve.speculation import Speculation
 
 
 class LoopStoppedError(RuntimeError):
@@ -58,6 +59,7 @@ class HostLoop:
         gate: AdmissionGate | None = None,
         cache: CacheIdentity | None = None,
         swap: PageSwap | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         """Join an engine to a scheduler of its own.
 
@@ -73,9 +75,17 @@ class HostLoop:
             gate: turns requests away when there are too many; None lets all wait.
             cache: what the engine's keys and values depend on, to reuse prefixes; None reuses none.
             swap: keeps cached pages beyond the engine's pool; None keeps none.
+            speculation: how answers are drafted, on an engine that verifies drafts; None drafts none.
         """
         self._engine = engine
-        self._scheduler = Scheduler(engine.limits, max_chunk=max_chunk, policy=policy, cache=cache, swap=swap)
+        self._scheduler = Scheduler(
+            engine.limits,
+            max_chunk=max_chunk,
+            policy=policy,
+            cache=cache,
+            swap=swap,
+            speculation=speculation,
+        )
         self._swap = swap
         self._gates = GrammarGates(engine, self._scheduler, grammars)
         self._depth = 1 if overlap else 0
@@ -140,6 +150,7 @@ class HostLoop:
             stage_seconds=self._stages.read(),
             prefixes=None if scheduler.cache is None else scheduler.cache.statistics,
             swaps=None if self._swap is None else self._swap.statistics,
+            speculation=None if scheduler.drafting is None else scheduler.drafting.statistics,
         )
 
     def class_loads(self) -> tuple[ClassLoad, ...]:
@@ -298,15 +309,16 @@ class HostLoop:
             self.kv_events.flush()
 
     def _commit(self, step: ScheduledStep, result: StepResult) -> None:
-        """Take what a step brought, one iteration after another: each may end requests of the next."""
-        num_iterations = step.plan.num_iterations
-        for index in range(num_iterations):
+        """Take what a step brought, one round after another: each may end requests of the next."""
+        self._answers.score(step, result)
+        for part in step.rounds(result.tokens):
             self._stages.enter("commit")
-            part = result.iteration(index, num_iterations)
-            arrivals = self._scheduler.commit(step, part.tokens)
-            self._counts.add_step(step.plan.num_rows, len(arrivals.tokens))
+            arrivals = self._scheduler.commit(part, result.tokens)
+            self._counts.num_sampled += len(arrivals.tokens)
+            if part.foreseen:
+                self._counts.add_step(step.plan.num_rows)
             self._stages.enter("deliver")
-            self._answers.deliver(step, arrivals, part)
+            self._answers.deliver(arrivals, result)
 
     def _time_step(self, step: ScheduledStep, dispatched_at: float) -> None:
         """Tell the scheduler how long a step took, since its dispatch or the end of the one before."""

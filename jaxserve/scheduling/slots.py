@@ -33,6 +33,20 @@ class Cohort:
     ends_at_eos: BoolArray
     has_stop_ids: BoolArray
 
+    def select(self, index: npt.NDArray[np.intp]) -> Cohort:
+        """Those of the cohort at these places in it."""
+        return Cohort(
+            self.slots[index],
+            self.serials[index],
+            [self.requests[place] for place in index.tolist()],
+            self.accounts[index],
+            self.prepaid[index],
+            self.max_known[index],
+            self.first_end[index],
+            self.ends_at_eos[index],
+            self.has_stop_ids[index],
+        )
+
 
 class SlotTable:
     """Which request runs in which slot, and how far it is. A column counts only where a slot is taken.
@@ -65,7 +79,9 @@ class SlotTable:
         self.has_stop_ids = np.zeros(num_slots, np.bool_)
         self.gated = np.zeros(num_slots, np.bool_)
         self.held = np.zeros(num_slots, np.bool_)
-        """Gated, and the last token has not been seen."""
+        """Gated or drafting, and the last token has not been seen."""
+        self.drafting = np.zeros(num_slots, np.bool_)
+        """Whether the next token is to be seen before more is computed, as drafts may follow it."""
         self.account = column()
         """Whom the tokens are charged to."""
         self.prepaid = column()
@@ -179,7 +195,7 @@ class SlotTable:
         self.ends_at_eos[slot] = bool(submission.eos_ids)
         self.has_stop_ids[slot] = bool(submission.stop_ids)
         self.gated[slot] = request.gated
-        self.held[slot] = False
+        self.held[slot] = self.drafting[slot] = False
         self.account[slot] = account
         self.rank[slot] = entitled.rank
         self.tpot_target[slot] = entitled.tpot_target
