@@ -59,8 +59,9 @@ def _count(table: SlotTable, part: Round) -> None:
     slots = cohort.slots[in_slot]
     for column in (table.known, table.computed, table.pending):
         column[slots] += 1
-    for place in (~in_slot).nonzero()[0].tolist():
-        cohort.requests[place].num_pending += 1
+    for request, stayed in zip(cohort.requests, in_slot.tolist(), strict=True):
+        if not stayed:
+            request.num_pending += 1
 
 
 def _take_late(table: SlotTable, part: Round, tokens: list[int], live: list[bool]) -> Arrivals:
