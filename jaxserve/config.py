@@ -235,5 +235,6 @@ class EngineConfig:
     @property
     def chunk_logit_rows(self) -> int:
         """Rows of a chunk step that can have logits: one a sequence, some for prompt log-probs and drafts."""
-        others = self.chunk_rows[0] if self.max_drafts else min(16, self.chunk_rows[0])
-        return max(self.num_slots, others)
+        if self.max_drafts:
+            return max(2 * self.num_slots, 16)
+        return max(self.num_slots, min(16, self.chunk_rows[0]))

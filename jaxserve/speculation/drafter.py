@@ -28,7 +28,7 @@ class Speculation:
 
     drafter: Callable[[], Drafter]
     """Makes the drafter of one answer."""
-    max_drafts: int = 5
+    max_drafts: int
     """Most drafts of one answer in a step."""
 
     def __post_init__(self) -> None:

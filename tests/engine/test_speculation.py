@@ -24,13 +24,15 @@ MAX_DRAFTS = 5
 
 
 def cases() -> list[Case]:
-    """Greedy and seeded, with everything that a draft's row must see as if the drafts before it were known."""
-    penalties = {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.4}
+    """Greedy and seeded, with all that a draft's row must see as if the drafts before it were known."""
+    penalised = SamplingParams(
+        temperature=0, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.4
+    )
     every = [
         SamplingParams(temperature=0),
-        SamplingParams(temperature=0, **penalties),
+        penalised,
         SamplingParams(temperature=0.9, seed=3),
-        SamplingParams(temperature=1.3, seed=4, top_k=20, top_p=0.9, min_p=0.01, **penalties),
+        replace(penalised, temperature=1.3, seed=4, top_k=20, top_p=0.9, min_p=0.01),
         SamplingParams(temperature=0.7, seed=5, n=3, logit_bias={7: 2.0, 9: -50.0}),
         SamplingParams(temperature=1.0, seed=6, stop_token_ids=list(range(40, 60)), min_tokens=12),
         SamplingParams(temperature=0.8, seed=7, allowed_token_ids=list(range(20, 90))),
@@ -105,8 +107,8 @@ def test_drafts_change_nothing_to_the_bit(
 
 def test_drafts_in_steps_of_their_own_shapes(tmp_path: Path) -> None:
     """Where shapes round differently the tokens are the same, as float32 has margin enough."""
-    settings = {"chunk_rows": (64,), "verify_rows": (4, 16)}
-    engine = small_engine(write_tiny_model("qwen3", tmp_path), max_drafts=MAX_DRAFTS, **settings)
+    folder = write_tiny_model("qwen3", tmp_path)
+    engine = small_engine(folder, max_drafts=MAX_DRAFTS, chunk_rows=(64,), verify_rows=(4, 16))
     plain = serve(HostLoop(engine), cases())
     texts = [p + list(s.token_ids) for (p, _), o in zip(cases(), plain, strict=True) for s in o.outputs]
     speculation = Speculation(drafter=foreseeing(texts, 90), max_drafts=MAX_DRAFTS)
