@@ -98,6 +98,8 @@ class HostLoop:
         self._in_flight: deque[tuple[ScheduledStep, StepHandle, float]] = deque()
         """With the time of each one's dispatch."""
         self._collected_at = -math.inf
+        self._kept_busy = False
+        """Whether the latest step left something to go on with at once."""
         self._counts = StepCounts()
         self._stages = LoopClock()
         self.failure: BaseException | None = None
@@ -305,6 +307,7 @@ class HostLoop:
             self._time_step(step, dispatched_at)
             self._scheduler.retire(step)
             self._commit(step, result)
+            self._kept_busy = self._scheduler.num_running > 0
         if self.kv_events is not None:
             self.kv_events.flush()
 
@@ -324,6 +327,9 @@ class HostLoop:
         """Tell the scheduler how long a step took, since its dispatch or the end of the one before."""
         now = self._clock()
         started = max(dispatched_at, self._collected_at)
+        if self._scheduler.drafting is not None:
+            since = self._collected_at if self._kept_busy else dispatched_at
+            self._scheduler.drafting.observe(step, max(0.0, now - since))
         self._collected_at = now
         seconds = max(0.0, now - started) / step.plan.num_iterations
         self._scheduler.budget.observe(step.plan.shape.rows, step.plan.num_rows, seconds)

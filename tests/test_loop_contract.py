@@ -45,7 +45,9 @@ def serve(cases: list[Case], limits: Any, **options: Any) -> tuple[list[RequestO
     engine = FakeEngine(limits)
     if limits.max_drafts:
         options["speculation"] = Speculation(
-            drafter=foreseeing(all_texts(cases, limits), limits.vocab_size), max_drafts=limits.max_drafts
+            drafter=foreseeing(all_texts(cases, limits), limits.vocab_size),
+            max_drafts=limits.max_drafts,
+            adaptive=False,
         )
     loop = HostLoop(engine, **options)
     for number, (prompt, params) in enumerate(cases):
@@ -120,7 +122,7 @@ SCHEDULES = {
     ),
     "drafts, tiny pool": (make_limits(num_slots=8, num_pages=(20,), max_drafts=3), {"policy": UNFORESEEN}),
     "drafts, tiny pool, chunk 5": (
-        make_limits(num_slots=8, num_pages=(22,), max_drafts=9),
+        make_limits(num_slots=8, num_pages=(20,), max_drafts=9),
         {"max_chunk": 5, "policy": UNFORESEEN},
     ),
     "drafts, windows": (make_limits(num_pages=(200, 120), windows=(0, 8), max_drafts=6), {}),
@@ -128,7 +130,7 @@ SCHEDULES = {
         make_limits(page_size=1, num_pages=(80, 30), windows=(0, 5), max_drafts=4),
         {},
     ),
-    "drafts and iterations": (make_limits(max_iterations=3, max_drafts=4), {}),
+    "drafts and iterations": (make_limits(num_slots=1, max_iterations=3, max_drafts=4), {}),
 }
 
 
@@ -140,7 +142,7 @@ def test_no_schedule_changes_an_answer(schedule: str, overlap: bool) -> None:
     outputs, engine = serve(cases, limits, overlap=overlap, **options)
     check_outputs(cases, outputs, limits)
     iterated = any(plan.num_iterations > 1 for plan in engine.plans)
-    assert iterated == (limits.max_iterations > 1 and not limits.max_drafts)
+    assert iterated == (limits.max_iterations > 1)
     assert any(plan.drafts is not None for plan in engine.plans) == (limits.max_drafts > 0)
     if options.get("policy") is UNFORESEEN:
         assert sum(output.metrics.num_preemptions for output in outputs) >= 5

@@ -93,6 +93,7 @@ class LoopMachine(RuleBasedStateMachine):
         copies_pages=st.booleans(),
         max_iterations=st.sampled_from([1, 1, 4]),
         max_drafts=st.sampled_from([0, 0, 1, 4]),
+        adaptive=st.booleans(),
         tier=st.fixed_dictionaries(
             {
                 "num_slots": st.sampled_from([0, 2, 9, 50, 50]),
@@ -113,6 +114,7 @@ class LoopMachine(RuleBasedStateMachine):
         copies_pages: bool,
         max_iterations: int,
         max_drafts: int,
+        adaptive: bool,
         tier: dict[str, Any],
         slowness: float,
         policy: SchedulerPolicy,
@@ -140,7 +142,15 @@ class LoopMachine(RuleBasedStateMachine):
             swap = PageSwap(offload, rates, lambda: self.now)
         self.texts: list[list[int]] = []
         """Every sample with its prompt, for the drafters to know."""
-        drafter = foreseeing(self.texts, self.limits.vocab_size)
+        speculation = (
+            Speculation(
+                drafter=foreseeing(self.texts, self.limits.vocab_size),
+                max_drafts=max_drafts,
+                adaptive=adaptive,
+            )
+            if max_drafts
+            else None
+        )
         self.loop = HostLoop(
             engine,
             overlap=overlap,
@@ -149,7 +159,7 @@ class LoopMachine(RuleBasedStateMachine):
             swap=swap,
             clock=lambda: self.now,
             policy=policy,
-            speculation=Speculation(drafter=drafter, max_drafts=max_drafts) if max_drafts else None,
+            speculation=speculation,
         )
         self.submitted: dict[str, tuple[list[int], SamplingParams]] = {}
         self.deadlines: dict[str, float] = {}

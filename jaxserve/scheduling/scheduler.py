@@ -194,11 +194,14 @@ class Scheduler:
         return expired
 
     def plan(self, now: float = 0.0) -> ScheduledStep | None:
-        """The next step, which the caller must dispatch, or None if nothing can be computed just now.
+        """The next step, which the caller must dispatch, or None if nothing can be computed just now, or is
+        to follow drafts that a step in flight will bring.
 
         None with no step in flight means that there is nothing to do, that everything is held, or that one
         has given way and the next call will start others.
         """
+        if self._in_flight and self.drafting is not None and self.drafting.active:
+            return None
         self._pages.grants.clear()
         self._newcomers.make_way(now)
         num_preemptions = self.num_preemptions
@@ -208,8 +211,6 @@ class Scheduler:
         may_admit = all_stay or not (self.num_running or self._in_flight)
         if may_admit:  # There may be pages for others.
             self._newcomers.admit(step, now, in_flight=bool(self._in_flight))
-        if self.drafting is not None:
-            self.drafting.mark()
         if step.decodes_only and not (step.empty or len(self._queue)):
             step.num_iterations = self._num_iterations(step.decoding)
         scheduled = step.build([grant for grants in self._pages.grants.values() for grant in grants])
@@ -237,7 +238,7 @@ class Scheduler:
         self._charge(part.cohort)
         arrivals = take_tokens(self._table, part, tokens, self._is_eos)
         if self.drafting is not None and not part.foreseen:
-            self.drafting.num_accepted += len(arrivals.tokens)
+            self.drafting.accept(arrivals.requests)
         if self.cache is not None:
             self.cache.store_full(self._table, part.cohort.slots)
         return arrivals
@@ -248,8 +249,6 @@ class Scheduler:
             raise RuntimeError("steps retire in the order in which they were planned")
         self._in_flight.pop(0)
         self._pool.retire_step()
-        if self.drafting is not None:
-            self.drafting.resume(step)
 
     def resume(self, request: Request) -> None:
         """The caller has seen the latest token of a gated request, which may go on."""
@@ -321,10 +320,10 @@ class Scheduler:
 
     def _num_iterations(self, decoding: IntArray) -> int:
         """How many tokens the slots may decode in one dispatch, as nobody waits and each is on its own."""
-        most, table = self.limits.max_iterations, self._table
-        if most == 1 or (table.gated | table.drafting)[decoding].any():
+        most = self.limits.max_iterations
+        if most == 1 or self._table.gated[decoding].any():
             return 1
-        num_ahead = table.num_ahead(decoding, most)
+        num_ahead = self._table.num_ahead(decoding, most)
         return int(num_ahead.max()) if self._pages.lend(decoding, num_ahead) else 1
 
     def _max_prompt_rows(self, decoding: IntArray, longer: list[int]) -> int:

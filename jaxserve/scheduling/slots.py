@@ -79,9 +79,7 @@ class SlotTable:
         self.has_stop_ids = np.zeros(num_slots, np.bool_)
         self.gated = np.zeros(num_slots, np.bool_)
         self.held = np.zeros(num_slots, np.bool_)
-        """Gated or drafting, and the last token has not been seen."""
-        self.drafting = np.zeros(num_slots, np.bool_)
-        """Whether the next token is to be seen before more is computed, as drafts may follow it."""
+        """Gated, and the last token has not been seen."""
         self.account = column()
         """Whom the tokens are charged to."""
         self.prepaid = column()
@@ -195,7 +193,7 @@ class SlotTable:
         self.ends_at_eos[slot] = bool(submission.eos_ids)
         self.has_stop_ids[slot] = bool(submission.stop_ids)
         self.gated[slot] = request.gated
-        self.held[slot] = self.drafting[slot] = False
+        self.held[slot] = False
         self.account[slot] = account
         self.rank[slot] = entitled.rank
         self.tpot_target[slot] = entitled.tpot_target

@@ -229,7 +229,7 @@ class StepBuilder:
             table.known[index] += 1
             table.pending[index] += 1
         index = table.index(sampling)
-        table.held[index] = table.gated[index] | table.drafting[index]
+        table.held[index] = table.gated[index]
 
     def _columns(self) -> tuple[IntArray, IntArray, IntArray, BoolArray]:
         """Slot, rows, logit rows of each sequence, and whether its last row samples an unknown token."""

@@ -30,6 +30,8 @@ class Speculation:
     """Makes the drafter of one answer."""
     max_drafts: int
     """Most drafts of one answer in a step."""
+    adaptive: bool = True
+    """Whether drafts are verified only where that pays, by what is measured; else wherever there are any."""
 
     def __post_init__(self) -> None:
         if self.max_drafts < 1:

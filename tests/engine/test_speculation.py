@@ -96,7 +96,7 @@ def test_drafts_change_nothing_to_the_bit(
         engine,
         overlap=overlap,
         cache=CacheIdentity(model="tiny", kv_format="float32"),
-        speculation=Speculation(drafter=drafter, max_drafts=MAX_DRAFTS),
+        speculation=Speculation(drafter=drafter, max_drafts=MAX_DRAFTS, adaptive=False),
     )
     assert list(facts(serve(loop, cases(), together))) == list(facts(expected))
     drafted = loop.snapshot().speculation
@@ -111,7 +111,7 @@ def test_drafts_in_steps_of_their_own_shapes(tmp_path: Path) -> None:
     engine = small_engine(folder, max_drafts=MAX_DRAFTS, chunk_rows=(64,), verify_rows=(4, 16))
     plain = serve(HostLoop(engine), cases())
     texts = [p + list(s.token_ids) for (p, _), o in zip(cases(), plain, strict=True) for s in o.outputs]
-    speculation = Speculation(drafter=foreseeing(texts, 90), max_drafts=MAX_DRAFTS)
+    speculation = Speculation(drafter=foreseeing(texts, 90), max_drafts=MAX_DRAFTS, adaptive=False)
     outputs = serve(HostLoop(engine, speculation=speculation), cases())
     for one, other in zip(plain, outputs, strict=True):
         for ours, theirs in zip(one.outputs, other.outputs, strict=True):
