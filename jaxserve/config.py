@@ -191,6 +191,10 @@ class EngineConfig:
     """Positions that the reference attention reduces at a time; a multiple of the page size."""
     max_iterations: int = 1
     """Tokens of each sequence that one decode step may compute; above 1 each rung has a second program."""
+    max_drafts: int = 0
+    """Most drafts of a sequence that one step may verify."""
+    verify_rows: tuple[int, ...] = ()
+    """Rungs below `chunk_rows`, for steps with few drafts."""
     moves_pages: bool = False
     """Whether the host can read and write pages of the pool; there are programs for it then."""
 
@@ -202,6 +206,11 @@ class EngineConfig:
             rungs = getattr(self, name)
             if not rungs or list(rungs) != sorted(set(rungs)) or rungs[0] < 1:
                 raise ValueError(f"{name} {rungs} is not a rising ladder of positive sizes")
+        if self.max_drafts < 0:
+            raise ValueError(f"max_drafts {self.max_drafts} is negative")
+        below = (*self.verify_rows, self.chunk_rows[0])
+        if list(below) != sorted(set(below)) or below[0] < 1:
+            raise ValueError(f"verify_rows {self.verify_rows} do not rise to chunk_rows {self.chunk_rows}")
         if self.decode_rows[-1] < self.num_slots:
             raise ValueError(f"decode_rows ends at {self.decode_rows[-1]}, below num_slots {self.num_slots}")
         if self.max_model_len > self.model.max_position:
@@ -225,5 +234,7 @@ class EngineConfig:
 
     @property
     def chunk_logit_rows(self) -> int:
-        """Rows of a chunk step that can have logits: one a sequence, and some for prompt log-probs."""
+        """Rows of a chunk step that can have logits: one a sequence, some for prompt log-probs and drafts."""
+        if self.max_drafts:
+            return max(2 * self.num_slots, 16)
         return max(self.num_slots, min(16, self.chunk_rows[0]))

@@ -27,6 +27,7 @@ from jaxserve.prompts import (
     list_params,
     list_prompts,
 )
+from jaxserve.speculation import named_speculation
 from jaxserve.text import Tokenizer
 
 _BAR_DELAY_SECONDS = 2.0
@@ -73,7 +74,8 @@ class LLM:
                 (sequences at once), `dtype`, `kv_format`, `page_size` (tokens), `kv_memory` (bytes),
                 `host_kv_memory` (bytes for pages that the KV pool has no room for), `num_pages`,
                 `max_chunk` (token rows of the largest step), `deterministic`, `logprobs_mode`,
-                `max_logprobs`.
+                `max_logprobs`, `speculative` ("ngram" drafts answers by looking them up in their own text;
+                answers are the same either way), `max_drafts` (tokens of an answer in a step).
 
         Raises:
             TypeError: an argument that does not exist.
@@ -91,7 +93,10 @@ class LLM:
         engine = model.build_engine(options, progress=progress)
         cache = model.cache_identity(engine) if prefix_caching else None
         swap = page_swap(engine, options.host_kv_memory)
-        loop = make_loop(engine, self._tokenizer, overlap=overlap, cache=cache, swap=swap)
+        speculation = named_speculation(options.speculative, options.max_drafts)
+        loop = make_loop(
+            engine, self._tokenizer, overlap=overlap, cache=cache, swap=swap, speculation=speculation
+        )
         self._running: _Running | None = _Running(engine, OfflineLoop(loop))
 
     def generate(

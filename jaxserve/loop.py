@@ -35,6 +35,7 @@ from jaxserve.scheduling import (
     Ticket,
 )
 from jaxserve.scheduling.page_swap import PageSwap
+from jaxserve.speculation import Speculation
 
 
 class LoopStoppedError(RuntimeError):
@@ -58,6 +59,7 @@ class HostLoop:
         gate: AdmissionGate | None = None,
         cache: CacheIdentity | None = None,
         swap: PageSwap | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         """Join an engine to a scheduler of its own.
 
@@ -73,9 +75,17 @@ class HostLoop:
             gate: turns requests away when there are too many; None lets all wait.
             cache: what the engine's keys and values depend on, to reuse prefixes; None reuses none.
             swap: keeps cached pages beyond the engine's pool; None keeps none.
+            speculation: how answers are drafted, on an engine that verifies drafts; None drafts none.
         """
         self._engine = engine
-        self._scheduler = Scheduler(engine.limits, max_chunk=max_chunk, policy=policy, cache=cache, swap=swap)
+        self._scheduler = Scheduler(
+            engine.limits,
+            max_chunk=max_chunk,
+            policy=policy,
+            cache=cache,
+            swap=swap,
+            speculation=speculation,
+        )
         self._swap = swap
         self._gates = GrammarGates(engine, self._scheduler, grammars)
         self._depth = 1 if overlap else 0
@@ -88,6 +98,8 @@ class HostLoop:
         self._in_flight: deque[tuple[ScheduledStep, StepHandle, float]] = deque()
         """With the time of each one's dispatch."""
         self._collected_at = -math.inf
+        self._kept_busy = False
+        """Whether the latest step left something to go on with at once."""
         self._counts = StepCounts()
         self._stages = LoopClock()
         self.failure: BaseException | None = None
@@ -140,6 +152,7 @@ class HostLoop:
             stage_seconds=self._stages.read(),
             prefixes=None if scheduler.cache is None else scheduler.cache.statistics,
             swaps=None if self._swap is None else self._swap.statistics,
+            speculation=None if scheduler.drafting is None else scheduler.drafting.statistics,
         )
 
     def class_loads(self) -> tuple[ClassLoad, ...]:
@@ -294,24 +307,29 @@ class HostLoop:
             self._time_step(step, dispatched_at)
             self._scheduler.retire(step)
             self._commit(step, result)
+            self._kept_busy = self._scheduler.num_running > 0
         if self.kv_events is not None:
             self.kv_events.flush()
 
     def _commit(self, step: ScheduledStep, result: StepResult) -> None:
-        """Take what a step brought, one iteration after another: each may end requests of the next."""
-        num_iterations = step.plan.num_iterations
-        for index in range(num_iterations):
+        """Take what a step brought, one round after another: each may end requests of the next."""
+        self._answers.score(step, result)
+        for part in step.rounds(result.tokens):
             self._stages.enter("commit")
-            part = result.iteration(index, num_iterations)
-            arrivals = self._scheduler.commit(step, part.tokens)
-            self._counts.add_step(step.plan.num_rows, len(arrivals.tokens))
+            arrivals = self._scheduler.commit(part, result.tokens)
+            self._counts.num_sampled += len(arrivals.tokens)
+            if part.foreseen:
+                self._counts.add_step(step.plan.num_rows)
             self._stages.enter("deliver")
-            self._answers.deliver(step, arrivals, part)
+            self._answers.deliver(arrivals, result)
 
     def _time_step(self, step: ScheduledStep, dispatched_at: float) -> None:
         """Tell the scheduler how long a step took, since its dispatch or the end of the one before."""
         now = self._clock()
         started = max(dispatched_at, self._collected_at)
+        if self._scheduler.drafting is not None:
+            since = self._collected_at if self._kept_busy else dispatched_at
+            self._scheduler.drafting.observe(step, max(0.0, now - since))
         self._collected_at = now
         seconds = max(0.0, now - started) / step.plan.num_iterations
         self._scheduler.budget.observe(step.plan.shape.rows, step.plan.num_rows, seconds)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from jaxserve.scheduling.drafting import SpeculationStatistics
 from jaxserve.scheduling.page_swap import SwapStatistics
 from jaxserve.scheduling.prefix_tree import PrefixStatistics
 
@@ -48,6 +49,8 @@ class LoopSnapshot:
     """What reuse has saved; None where no prefix is reused."""
     swaps: SwapStatistics | None = None
     """What the host's memory has kept; None where it keeps nothing."""
+    speculation: SpeculationStatistics | None = None
+    """What drafting has brought; None where nothing is drafted."""
 
 
 class LoopClock:
@@ -81,8 +84,7 @@ class StepCounts:
         self.num_rows = 0
         self.by_rows = [0] * (len(STEP_ROWS_BUCKETS) + 1)
 
-    def add_step(self, num_rows: int, num_sampled: int) -> None:
+    def add_step(self, num_rows: int) -> None:
         self.num_steps += 1
         self.num_rows += num_rows
-        self.num_sampled += num_sampled
         self.by_rows[bisect_left(STEP_ROWS_BUCKETS, num_rows)] += 1

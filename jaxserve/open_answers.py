@@ -47,12 +47,15 @@ class OpenAnswers:
         deltas, self._deltas = self._deltas, []
         return deltas
 
-    def deliver(self, step: ScheduledStep, arrivals: Arrivals, result: StepResult) -> None:
-        """Make answers of what a step brought. A request that ended while the step ran gets nothing."""
-        now = self._clock()
+    def score(self, step: ScheduledStep, result: StepResult) -> None:
+        """Keep what a step brought of prompts' log-probs; before its tokens are delivered."""
         for scored in step.scored:
             if scored.request.finish_reason is None:
                 self.at(scored.request).take_prompt_rows(scored, result)
+
+    def deliver(self, arrivals: Arrivals, result: StepResult) -> None:
+        """Make answers of the tokens that a step brought. A request that ended while it ran gets nothing."""
+        now = self._clock()
         for request, token, row, reached in zip(*arrivals, strict=True):
             open_request = self._open[request.submission.request_id]
             if open_request.begin_answer(now):

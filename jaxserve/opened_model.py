@@ -18,6 +18,7 @@ from jaxserve.plan import EngineLimits, Grammar, SamplingParams, StepEngine
 from jaxserve.progress import StageBars
 from jaxserve.scheduling import DEFAULT_POLICY, AdmissionGate, CacheIdentity, SchedulerPolicy
 from jaxserve.scheduling.page_swap import PageSwap
+from jaxserve.speculation import Speculation, Speculative, named_speculation
 from jaxserve.structured import CompiledGrammar, GrammarCompiler
 from jaxserve.text import AnswerText, Tokenizer
 from jaxserve.weights import Checkpoint, open_checkpoint, resolve_model
@@ -44,6 +45,8 @@ class EngineSettings(TypedDict, total=False):
     logprobs_mode: LogprobsMode
     max_logprobs: int
     max_iterations: int
+    speculative: Speculative | None
+    max_drafts: int
 
 
 @dataclass(frozen=True)
@@ -133,6 +136,7 @@ def make_loop(
     policy: SchedulerPolicy = DEFAULT_POLICY,
     gated: bool = False,
     swap: PageSwap | None = None,
+    speculation: Speculation | None = None,
 ) -> HostLoop:
     """A host loop that speaks text: stop strings, streamed text, decoded log-probs, grammars.
 
@@ -144,6 +148,7 @@ def make_loop(
         policy: who goes next.
         gated: turn requests away where the policy says that there are too many; else all may wait.
         swap: keeps cached pages beyond the engine's pool, from `page_swap`; None keeps none.
+        speculation: how answers are drafted, from `named_speculation`; None drafts none.
     """
 
     def answer_text(prompt_ids: Sequence[int], params: SamplingParams) -> AnswerText:
@@ -159,6 +164,7 @@ def make_loop(
         gate=AdmissionGate.for_engine(policy, engine.limits) if gated else None,
         cache=cache,
         swap=swap,
+        speculation=speculation,
     )
 
 
@@ -199,5 +205,6 @@ def start_engine(
         policy=policy or DEFAULT_POLICY,
         gated=policy is not None,
         swap=page_swap(engine, options.host_kv_memory),
+        speculation=named_speculation(options.speculative, options.max_drafts),
     )
     return Engine(loop)

@@ -212,6 +212,12 @@ class StepPlan:
     num_iterations: int = 1
     """How many tokens each sequence computes one after another, in a step of a decode shape. Pages must be
     granted for all of them, up to what the slot's `max_known` leaves."""
+    drafts: IntArray | None = None
+    """[logit rows] the token of each that is a draft, -1 for the others; None in a step without any.
+
+    A sequence's drafts are the last of its rows, after its last known token's, whose logits are asked for
+    too. Each is sampled after as if it were known, and is so, and its row computed, while it is what was
+    sampled after the row before it: the sequence moves on by these and one more."""
 
     @classmethod
     def of(cls, sequences: Sequence[SequencePlan], grants: Sequence[PageGrant], shape: StepShape) -> StepPlan:
@@ -269,7 +275,7 @@ class StepResult:
 
     tokens: IntArray
     """[rows] the token sampled after each row, or the already known next token; -1 in the iterations that a
-    sequence takes no part in, having met its end or its longest."""
+    sequence takes no part in, having met its end or its longest, and after a draft that was not accepted."""
     logprobs: FloatArray
     """[rows] its log-probability (natural), if any request in the step asked; else undefined."""
     ranks: IntArray
@@ -278,20 +284,6 @@ class StepResult:
     """[rows, max_logprobs] the most likely tokens, likewise."""
     top_logprobs: FloatArray
     """[rows, max_logprobs] their log-probabilities."""
-
-    def iteration(self, index: int, num_iterations: int) -> StepResult:
-        """The rows of one of several iterations."""
-        if num_iterations == 1:
-            return self
-        num_rows = len(self.tokens) // num_iterations
-        rows = slice(index * num_rows, (index + 1) * num_rows)
-        return StepResult(
-            self.tokens[rows],
-            self.logprobs[rows],
-            self.ranks[rows],
-            self.top_tokens[rows],
-            self.top_logprobs[rows],
-        )
 
 
 @dataclass(frozen=True)
@@ -314,6 +306,8 @@ class EngineLimits:
     """Whether a slot's load may copy pages, so that one can start inside a page of another."""
     max_iterations: int = 1
     """Most iterations of a step of a decode shape."""
+    max_drafts: int = 0
+    """Most drafts of a sequence in a step, of a chunk shape."""
 
     @property
     def longest_sequence(self) -> int:

@@ -61,6 +61,7 @@ class ModelLoader:
         from jaxserve.engine.compile_cache import compile_counter
         from jaxserve.host_pages import page_swap
         from jaxserve.opened_model import make_loop, open_model
+        from jaxserve.speculation import named_speculation
 
         # Whatever is wrong with any of them is to be said before the first is loaded.
         options = [EngineOptions(**route.settings) for route in self._routes]
@@ -84,6 +85,7 @@ class ModelLoader:
                 policy=policy,
                 gated=True,
                 swap=page_swap(device, chosen.host_kv_memory),
+                speculation=named_speculation(chosen.speculative, chosen.max_drafts),
             )
             yield Service(
                 identity,

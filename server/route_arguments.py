@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxserve.commands.options import parse_size
+from jaxserve.speculation import SPECULATIVE
 
 if TYPE_CHECKING:
     from jaxserve.scheduling import SchedulerPolicy
@@ -139,6 +140,11 @@ def _named(*choices: str) -> Callable[[str], str]:
     return read
 
 
+def _optional(read: Callable[[str], str]) -> Callable[[str], str | None]:
+    """`none` is None."""
+    return lambda text: None if read(text) == "none" else text
+
+
 def _name(text: str) -> str:
     if not text:
         raise ValueError("a name is missing")
@@ -156,6 +162,7 @@ _KEYS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "max_model_len": ("max_model_len", _whole),
     "max_chunk": ("max_chunk", _whole),
     "deterministic": ("deterministic", _flag),
+    "speculative": ("speculative", _optional(_named("none", *SPECULATIVE))),
     "max_waiting": ("max_waiting", _whole),
     "policy": ("policy_file", lambda text: Path(_name(text))),
     "prefix_cache": ("prefix_cache", _flag),

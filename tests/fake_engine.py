@@ -50,6 +50,7 @@ def make_limits(
     eos_token_ids: Sequence[int] = (2,),
     copies_pages: bool = True,
     max_iterations: int = 1,
+    max_drafts: int = 0,
 ) -> EngineLimits:
     """Limits as the real engine would state them for such a configuration."""
     logit_rows = max(num_slots, min(16, chunk_rows[0]))
@@ -67,6 +68,7 @@ def make_limits(
         eos_token_ids=tuple(eos_token_ids),
         copies_pages=copies_pages,
         max_iterations=max_iterations,
+        max_drafts=max_drafts,
     )
 
 
@@ -109,6 +111,10 @@ class FakeSequence:
     def append(self, token: int) -> None:
         self.histories.append(digest(self.histories[-1] if self.histories else 0, token))
         self.tokens.append(token)
+
+    def cut(self, num_tokens: int) -> None:
+        """Forget all tokens but so many."""
+        del self.tokens[num_tokens:], self.histories[num_tokens:]
 
 
 def sample(sequence: FakeSequence, position: int, vocab_size: int, mask: Sequence[int] | None = None) -> int:
@@ -247,16 +253,19 @@ class FakeEngine:
         for grant in plan.page_grants:
             self._grant(grant)
         used: set[tuple[int, int]] = set()
+        drafts = _drafts_by_slot(plan)
         for part in plan.sequences:
-            self._check_part(part)
+            self._check_part(part, drafts[part.slot])
             if not self._slots[part.slot].stopped_short:
                 used |= self._check_history(self._slots[part.slot])
         written: set[tuple[int, int]] = set()
         for part in plan.sequences:
+            for draft in drafts[part.slot]:
+                self._slots[part.slot].append(draft)
             pages = self._write(part)
             _require(not pages & written, "two sequences of a step write the same page")
             written |= pages
-        rows = [row for part in plan.sequences for row in self._compute(part)]
+        rows = [row for part in plan.sequences for row in self._compute(part, drafts[part.slot])]
         for _ in range(plan.num_iterations - 1):
             rows += [row for part in plan.sequences for row in self._iterate(part, written)]
         handle = StepHandle(plan, self._result(rows))
@@ -320,10 +329,17 @@ class FakeEngine:
             _require(num_grants <= most, f"{num_grants} grants in group {group} of {shape}")
         _require(len({part.slot for part in plan.sequences}) == len(plan.sequences), "a slot twice in a step")
 
-    def _check_part(self, part: SequencePlan) -> None:
+    def _check_part(self, part: SequencePlan, drafts: list[int]) -> None:
         _require(part.slot in self._slots, f"slot {part.slot} was never filled")
         sequence = self._slots[part.slot]
         todo = len(sequence.tokens) - sequence.num_computed
+        if drafts:
+            _require(todo == 1, f"drafts after {todo} uncomputed tokens")
+            _require(len(drafts) <= self._limits.max_drafts, f"{len(drafts)} drafts")
+            _require(part.num_tokens == part.num_logit_rows == 1 + len(drafts), "a row for each draft")
+            _require(len(sequence.tokens) + len(drafts) < sequence.max_known, "drafts beyond the longest")
+            _require(sequence.params.grammar is None, "drafts of a gated sequence")
+            return
         _require(1 <= part.num_tokens <= todo, f"{part.num_tokens} rows of {todo} uncomputed tokens")
         _require(part.num_logit_rows in (1, part.num_tokens), "logits for the last row, or for all")
 
@@ -384,9 +400,11 @@ class FakeEngine:
                 pages.add((group, table[index]))
         return pages
 
-    def _compute(self, part: SequencePlan) -> list[tuple[int, int, int]]:
+    def _compute(self, part: SequencePlan, drafts: Sequence[int] = ()) -> list[tuple[int, int, int]]:
         """Move the sequence on; for each logit row the token after it, its position, its history."""
         sequence = self._slots[part.slot]
+        if drafts:
+            return self._verify(sequence, len(drafts))
         end = sequence.num_computed + part.num_tokens
         rows: list[tuple[int, int, int]] = []
         for position in range(end - part.num_logit_rows, end):
@@ -399,6 +417,20 @@ class FakeEngine:
             rows.append((sequence.tokens[position + 1], position, sequence.histories[position]))
         sequence.num_computed = end
         return rows
+
+    def _verify(self, sequence: FakeSequence, num_drafts: int) -> list[tuple[int, int, int]]:
+        """The same where the last tokens are drafts; nothing (-1) after the first that is wrong."""
+        num_known = len(sequence.tokens) - num_drafts
+        rows: list[tuple[int, int, int]] = []
+        for position in range(num_known - 1, len(sequence.tokens)):
+            token = sample(sequence, position, self._limits.vocab_size)
+            rows.append((token, position, sequence.histories[position]))
+            if sequence.tokens[position + 1 : position + 2] != [token]:
+                sequence.cut(position + 1)
+                sequence.append(token)
+                break
+        sequence.num_computed += len(rows)
+        return rows + [(-1, 0, 0)] * (1 + num_drafts - len(rows))
 
     def _iterate(self, part: SequencePlan, written: set[tuple[int, int]]) -> list[tuple[int, int, int]]:
         """One more token of a sequence that decodes, unless it has met its end; then nothing (-1)."""
@@ -429,6 +461,21 @@ class FakeEngine:
                 np.float32,
             ).reshape(len(rows), num_top),
         )
+
+
+def _drafts_by_slot(plan: StepPlan) -> dict[int, list[int]]:
+    """Each sequence's drafts, which must be the last of its rows."""
+    if plan.drafts is None:
+        return {part.slot: [] for part in plan.sequences}
+    ends = np.cumsum(plan.num_logit_rows).tolist()
+    _require(len(plan.drafts) == ends[-1], f"drafts for {len(plan.drafts)} of {ends[-1]} logit rows")
+    drafts: dict[int, list[int]] = {}
+    for part, end in zip(plan.sequences, ends, strict=True):
+        rows = plan.drafts[end - part.num_logit_rows : end].tolist()
+        drafts[part.slot] = [token for token in rows if token >= 0]
+        is_draft = [token >= 0 for token in rows]
+        _require(is_draft == sorted(is_draft), f"slot {part.slot}: drafts before known tokens")
+    return drafts
 
 
 def _require(condition: bool, complaint: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, cast
 
 import tokenizers
@@ -51,6 +52,8 @@ class FakeModel:
     def build_engine(self, options: Any, *, progress: bool = False) -> FakeEngine:
         self.options = options
         limits = fake_limits(options.max_model_len or 128, options.num_slots or 4)
+        if options.speculative is not None:
+            limits = replace(limits, max_drafts=options.max_drafts)
         self.device = self._engine(limits)
         return self.device
 

@@ -272,7 +272,7 @@ def test_options_reach_the_engine_and_the_sampler(
     model: FakeModel, capsys: pytest.CaptureFixture[str]
 ) -> None:
     engine = ["--max-model-len", "100", "--kv-memory", "1M", "--dtype", "bfloat16", "--kv-format", "int8"]
-    engine += ["--deterministic", "--max-chunk", "32", "--host-kv-memory", "1M"]
+    engine += ["--deterministic", "--max-chunk", "32", "--host-kv-memory", "1M", "--speculative", "ngram"]
     sampling = ["--top-p", "0.9", "--top-k", "5", "--min-p", "0.1", "--stop", "x", "--stop", "y"]
     sampling += ["--repetition-penalty", "1.1", "--presence-penalty", "0.5", "--frequency-penalty", "0.25"]
     sampling += ["--min-tokens", "2", "--max-tokens", "3", "--temperature", "0.5", "--seed", "4"]
@@ -280,7 +280,7 @@ def test_options_reach_the_engine_and_the_sampler(
     options = model.options
     assert (options.max_model_len, options.kv_memory, options.dtype) == (100, 2**20, "bfloat16")
     assert (options.kv_format, options.deterministic, options.max_chunk) == ("int8", True, 32)
-    assert (options.num_slots, options.host_kv_memory) == (1, 2**20)
+    assert (options.num_slots, options.host_kv_memory, options.speculative) == (1, 2**20, "ngram")
     (load,) = model.device.loads
     assert load.params == SamplingParams(
         top_p=0.9,

@@ -11,6 +11,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -117,7 +118,7 @@ def test_what_is_no_prompt_at_all(fake_llm: LLM, bad: Any) -> None:
         fake_llm.generate(bad, SamplingParams(max_tokens=1, bad_token_ids=[999]))
 
 
-@pytest.mark.parametrize("name", ["mesh", "quantize", "speculative", "tensor_parallel_size"])
+@pytest.mark.parametrize("name", ["mesh", "quantize", "tensor_parallel_size"])
 def test_an_unknown_argument_is_a_type_error(name: str) -> None:
     with pytest.raises(TypeError, match=name):
         LLM("no such model, which must not matter", **{name: None})  # type: ignore[arg-type]
@@ -129,6 +130,19 @@ def test_settings_reach_the_engine() -> None:
     model = FakeModel()
     with LLM(model.opened(), kv_format="int8", num_slots=3, progress=False):
         assert model.options == EngineOptions(kv_format="int8", num_slots=3)
+
+
+def test_drafted_answers_are_the_same() -> None:
+    prompts = ["ab" * 9, "what is said is said again: what is said is said again"]
+    with make_llm() as llm, make_llm(speculative="ngram", max_drafts=3) as drafting:
+        params = [SamplingParams(max_tokens=60, seed=4, ignore_eos=True), SamplingParams(max_tokens=9, n=2)]
+        params[1] = replace(params[1], seed=5, logprobs=2)
+        expected, outputs = (one.generate(prompts, params) for one in (llm, drafting))
+        assert [output.outputs for output in outputs] == [output.outputs for output in expected]
+    with pytest.raises(ValueError, match="speculative 'guess' is not one of None, ngram"):
+        make_llm(speculative="guess")
+    with pytest.raises(ValueError, match="max_drafts 0 is not a whole number"):
+        make_llm(speculative="ngram", max_drafts=0)
 
 
 def test_settings_are_the_fields_of_the_engine_options() -> None:

@@ -10,6 +10,9 @@ import pytest
 from jaxserve.loop import HostLoop
 from jaxserve.outputs import RequestOutput
 from jaxserve.plan import SamplingParams
+from jaxserve.scheduling import CacheIdentity
+from jaxserve.speculation import Speculation
+from tests.drafters import foreseeing
 from tests.fake_engine import FakeEngine, expected_answer, logprob, make_limits
 from tests.policies import UNFORESEEN
 
@@ -40,6 +43,12 @@ def mixed_cases(count: int = 36) -> list[Case]:
 
 def serve(cases: list[Case], limits: Any, **options: Any) -> tuple[list[RequestOutput], FakeEngine]:
     engine = FakeEngine(limits)
+    if limits.max_drafts:
+        options["speculation"] = Speculation(
+            drafter=foreseeing(all_texts(cases, limits), limits.vocab_size),
+            max_drafts=limits.max_drafts,
+            adaptive=False,
+        )
     loop = HostLoop(engine, **options)
     for number, (prompt, params) in enumerate(cases):
         loop.add(str(number), prompt, params)
@@ -55,6 +64,15 @@ def serve(cases: list[Case], limits: Any, **options: Any) -> tuple[list[RequestO
         for completion in output.outputs:
             assert streamed[output.request_id, completion.index] == completion.token_ids
     return [outputs[str(number)] for number in range(len(cases))], engine
+
+
+def all_texts(cases: list[Case], limits: Any) -> list[list[int]]:
+    """The prompt and the answer of every sample, by computation."""
+    return [
+        prompt + expected_answer(limits, prompt, params, params.seed or 0, index)[0]
+        for prompt, params in cases
+        for index in range(params.n)
+    ]
 
 
 def check_outputs(cases: list[Case], outputs: list[RequestOutput], limits: Any) -> None:
@@ -95,6 +113,24 @@ SCHEDULES = {
     ),
     "iterations, windows": (make_limits(num_pages=(200, 120), windows=(0, 8), max_iterations=3), {}),
     "page of one token": (make_limits(page_size=1, num_pages=(80, 30), windows=(0, 5)), {}),
+    "drafts": (make_limits(max_drafts=4), {}),
+    "drafts, one slot": (make_limits(num_slots=1, max_drafts=7), {}),
+    "drafts, fewer rows than slots": (make_limits(num_slots=16, chunk_rows=(4,), max_drafts=2), {}),
+    "drafts, cached": (
+        make_limits(num_slots=8, num_pages=(40,), max_drafts=4),
+        {"cache": CacheIdentity(model="fake", kv_format="fake")},
+    ),
+    "drafts, tiny pool": (make_limits(num_slots=8, num_pages=(20,), max_drafts=3), {"policy": UNFORESEEN}),
+    "drafts, tiny pool, chunk 5": (
+        make_limits(num_slots=8, num_pages=(20,), max_drafts=9),
+        {"max_chunk": 5, "policy": UNFORESEEN},
+    ),
+    "drafts, windows": (make_limits(num_pages=(200, 120), windows=(0, 8), max_drafts=6), {}),
+    "drafts, page of one token": (
+        make_limits(page_size=1, num_pages=(80, 30), windows=(0, 5), max_drafts=4),
+        {},
+    ),
+    "drafts and iterations": (make_limits(num_slots=1, max_iterations=3, max_drafts=4), {}),
 }
 
 
@@ -107,6 +143,7 @@ def test_no_schedule_changes_an_answer(schedule: str, overlap: bool) -> None:
     check_outputs(cases, outputs, limits)
     iterated = any(plan.num_iterations > 1 for plan in engine.plans)
     assert iterated == (limits.max_iterations > 1)
+    assert any(plan.drafts is not None for plan in engine.plans) == (limits.max_drafts > 0)
     if options.get("policy") is UNFORESEEN:
         assert sum(output.metrics.num_preemptions for output in outputs) >= 5
 

@@ -18,6 +18,8 @@ from jaxserve.scheduling.offload import Offload
 from jaxserve.scheduling.offload_cost import Rate, TransferRates
 from jaxserve.scheduling.offload_tier import Bytes, HostMemoryTier, TierRead
 from jaxserve.scheduling.page_swap import PageSwap
+from jaxserve.speculation import Speculation
+from tests.drafters import foreseeing
 from tests.fake_engine import FakeEngine, expected_answer, make_limits
 from tests.policies import UNFORESEEN
 
@@ -90,6 +92,8 @@ class LoopMachine(RuleBasedStateMachine):
         caches=st.sampled_from([True, True, False]),
         copies_pages=st.booleans(),
         max_iterations=st.sampled_from([1, 1, 4]),
+        max_drafts=st.sampled_from([0, 0, 1, 4]),
+        adaptive=st.booleans(),
         tier=st.fixed_dictionaries(
             {
                 "num_slots": st.sampled_from([0, 2, 9, 50, 50]),
@@ -109,6 +113,8 @@ class LoopMachine(RuleBasedStateMachine):
         caches: bool,
         copies_pages: bool,
         max_iterations: int,
+        max_drafts: int,
+        adaptive: bool,
         tier: dict[str, Any],
         slowness: float,
         policy: SchedulerPolicy,
@@ -122,6 +128,7 @@ class LoopMachine(RuleBasedStateMachine):
             chunk_rows=(8, 16),
             copies_pages=copies_pages,
             max_iterations=max_iterations,
+            max_drafts=max_drafts,
         )
         engine = FakeEngine(self.limits)
         engine.domain_of = lambda load: self.domains[load.seed]
@@ -133,6 +140,17 @@ class LoopMachine(RuleBasedStateMachine):
             offload = Offload(tiers, engine, self.limits.page_size, windows)
             rates = TransferRates(Rate(1 / slowness), Rate(1 / slowness))
             swap = PageSwap(offload, rates, lambda: self.now)
+        self.texts: list[list[int]] = []
+        """Every sample with its prompt, for the drafters to know."""
+        speculation = (
+            Speculation(
+                drafter=foreseeing(self.texts, self.limits.vocab_size),
+                max_drafts=max_drafts,
+                adaptive=adaptive,
+            )
+            if max_drafts
+            else None
+        )
         self.loop = HostLoop(
             engine,
             overlap=overlap,
@@ -141,6 +159,7 @@ class LoopMachine(RuleBasedStateMachine):
             swap=swap,
             clock=lambda: self.now,
             policy=policy,
+            speculation=speculation,
         )
         self.submitted: dict[str, tuple[list[int], SamplingParams]] = {}
         self.deadlines: dict[str, float] = {}
@@ -162,6 +181,9 @@ class LoopMachine(RuleBasedStateMachine):
             self.deadlines[name] = term["deadline"] = self.now + patience
         self.loop.add(name, prompt, params, terms=ServiceTerms(**term))
         self.submitted[name] = prompt, params
+        for index in range(params.n):
+            answer, *_ = expected_answer(self.limits, prompt, params, params.seed or 0, index)
+            self.texts.append(prompt + answer)
         self.open.add(name)
 
     @rule()

@@ -6,6 +6,8 @@ import argparse
 import re
 from typing import TYPE_CHECKING, Any
 
+from jaxserve.speculation import SPECULATIVE
+
 if TYPE_CHECKING:
     from jaxserve.opened_model import EngineSettings
     from jaxserve.plan import SamplingParams
@@ -21,6 +23,7 @@ _ENGINE_ARGUMENTS = (
     "kv_format",
     "deterministic",
     "max_chunk",
+    "speculative",
 )
 _SAMPLING_ARGUMENTS = (
     "max_tokens",
@@ -98,6 +101,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--dtype", default="auto", choices=["auto", "float32", "bfloat16"], help="of weights and activations")
     add("--kv-format", default="auto", choices=["auto", "float32", "bfloat16", "int8"], help="of the KV pool")
+    add("--speculative", choices=SPECULATIVE, help="draft answers, ngram: as their own text went on before")
     add("--deterministic", action="store_true", help="numerics that do not depend on how work is batched")
 
 

@@ -80,7 +80,7 @@ class AheadEngine:
         transformer = Transformer(
             config, layouts, layer_loop_for(self.platform), mesh, Target.of(mesh.devices.flat[0])
         )
-        form = PlanFormat(shape, len(layouts), config.num_slots, config.cache.page_size)
+        form = PlanFormat.of(config, shape)
         everywhere = NamedSharding(mesh, PartitionSpec())
         step = jax.jit(
             functools.partial(run_step, transformer, form),

@@ -19,6 +19,7 @@ from jaxserve.engine.programs import compile_programs
 from jaxserve.engine.state import MAX_EOS_IDS
 from jaxserve.model.parameters import model_parameters
 from jaxserve.model.transformer import LayerLoop
+from jaxserve.speculation import DEFAULT_MAX_DRAFTS, SPECULATIVE, Speculative
 from jaxserve.weights import Checkpoint, cache_home
 from pallas_kernels.page_layout import PageLayout
 
@@ -36,6 +37,7 @@ _CHOICES = {
     "dtype": ("auto", "float32", "bfloat16"),
     "kv_format": ("auto", "float32", "bfloat16", "int8"),
     "logprobs_mode": ("raw", "processed"),
+    "speculative": (None, *SPECULATIVE),
 }
 
 
@@ -71,19 +73,24 @@ class EngineOptions:
     max_iterations: int = 1
     """Tokens of each sequence that one decode step may compute while no one waits; above 1 decode steps are
     compiled twice."""
+    speculative: Speculative | None = None
+    """What drafts answers, for a step to verify several tokens at once; answers are the same. None drafts
+    nothing."""
+    max_drafts: int = DEFAULT_MAX_DRAFTS
+    """Most drafts of an answer in a step."""
 
     def __post_init__(self) -> None:
         for name in _SIZES:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ValueError(f"{name} {value!r} is not a whole number from 1 up")
-        for name in ("max_logprobs", "max_iterations"):
+        for name in ("max_logprobs", "max_iterations", "max_drafts"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} {value!r} is not a whole number from 1 up")
         for name, known in _CHOICES.items():
             if getattr(self, name) not in known:
-                raise ValueError(f"{name} {getattr(self, name)!r} is not one of {', '.join(known)}")
+                raise ValueError(f"{name} {getattr(self, name)!r} is not one of {', '.join(map(str, known))}")
 
 
 def engine_options(settings: Mapping[str, Any]) -> EngineOptions:
@@ -147,6 +154,8 @@ def resolve_config(
         deterministic=options.deterministic,
         context_block=max(128, page_size),
         max_iterations=options.max_iterations,
+        max_drafts=options.max_drafts if options.speculative else 0,
+        verify_rows=_verify_rows(options, num_slots),
         moves_pages=options.host_kv_memory is not None,
     )
 
@@ -167,6 +176,13 @@ def _lowest_chunk(options: EngineOptions, num_slots: int) -> int:
         return SHAPE_INVARIANT_ROWS
     # Every rung is a program to compile or read: with few sequences, starting fast matters more.
     return 16 if num_slots > FEW_SLOTS else 64
+
+
+def _verify_rows(options: EngineOptions, num_slots: int) -> tuple[int, ...]:
+    """Rows of the steps below the smallest chunk step, for drafts."""
+    if options.speculative is None or options.deterministic:
+        return ()
+    return tuple(rows for rows in (2, 4, 8, 16, 32) if rows < _lowest_chunk(options, num_slots))
 
 
 def layer_loop_for(platform: str) -> LayerLoop:

@@ -67,6 +67,7 @@ class DeviceEngine:
             eos_token_ids=config.model.eos_token_ids,
             copies_pages=True,
             max_iterations=config.max_iterations if decode_shapes(config) else 1,
+            max_drafts=config.max_drafts,
         )
 
     def load_slot(self, load: SlotLoad) -> None:

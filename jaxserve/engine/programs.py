@@ -97,7 +97,7 @@ def compile_programs(
     on_progress(1, total)
 
     def compile_step(shape: StepShape, max_iterations: int) -> StepProgram:
-        form = PlanFormat(shape, len(layouts), config.num_slots, config.cache.page_size, max_iterations)
+        form = PlanFormat.of(config, shape, max_iterations)
         run, counts = (run_step, ()) if max_iterations == 1 else (run_iterations, (np.int32(1),))
         step = functools.partial(run, transformer, form)
         vector = form.pack(StepPlan.of((), (), shape))

@@ -43,6 +43,9 @@ class SamplingRows:
     """[R, 2] uint32."""
     wants_logprobs: jax.Array
     """[R] bool."""
+    drafts: jax.Array | None
+    """[R, K] int32 the drafts that come before the token to be sampled, V (out of range) where there are
+    fewer; None if there are none in steps of this shape."""
 
 
 @flax.struct.dataclass
@@ -61,8 +64,10 @@ class Sampled:
     """[R, A] float32."""
 
 
-def sampling_rows(state: DeviceState, slot_R: jax.Array, position_R: jax.Array) -> SamplingRows:
-    """Gather what each row needs from its slot."""
+def sampling_rows(
+    state: DeviceState, slot_R: jax.Array, position_R: jax.Array, drafts_RK: jax.Array | None = None
+) -> SamplingRows:
+    """Gather what each row needs from its slot; the others as in `SamplingRows`."""
     sampling = state.sampling
     floats = sampling.floats[slot_R]
     return SamplingRows(
@@ -77,6 +82,7 @@ def sampling_rows(state: DeviceState, slot_R: jax.Array, position_R: jax.Array) 
         top_k=sampling.top_k[slot_R],
         key=sampling.key[slot_R],
         wants_logprobs=sampling.wants_logprobs[slot_R],
+        drafts=drafts_RK,
     )
 
 
@@ -122,7 +128,7 @@ def adjust_logits(logits_RV: jax.Array, rows: SamplingRows, state: DeviceState) 
     """The part of the transform that greedy rows share: bias, penalties, masks (withheld is -inf)."""
     sampling = state.sampling
     biased_R = sampling.num_biases[rows.slot] > 0
-    withheld_R = state.num_known[rows.slot] < sampling.min_len[rows.slot]
+    withheld_R = rows.position < sampling.min_len[rows.slot]
     masked_R = sampling.masked[rows.slot]
     penalised_R = (
         (rows.repetition_penalty != 1.0) | (rows.presence_penalty != 0.0) | (rows.frequency_penalty != 0.0)
@@ -222,6 +228,9 @@ def gumbel_noise(key_R2: jax.Array, position_R: jax.Array, vocab_size: int) -> j
 def _penalise(logits_RV: jax.Array, rows: SamplingRows, state: DeviceState) -> jax.Array:
     """Repetition (Keskar et al. 2019, section 4.1) over the whole text, the others over the answer."""
     counts_RV = state.counts[rows.slot]
+    if rows.drafts is not None:
+        row_R1 = jnp.arange(counts_RV.shape[0], dtype=jnp.int32)[:, None]
+        counts_RV = counts_RV.at[row_R1, rows.drafts].add(1, mode="drop")
     answered_RV = counts_RV & (PROMPT_FLAG - 1)
     factor_RV = jnp.where(counts_RV > 0, rows.repetition_penalty[:, None], 1.0)
     logits_RV = jnp.where(logits_RV > 0.0, logits_RV / factor_RV, logits_RV * factor_RV)

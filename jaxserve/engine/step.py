@@ -13,8 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxserve.config import EngineConfig
 from jaxserve.engine.sampling import Sampled, sample, sampling_rows
 from jaxserve.engine.state import DeviceState
+from jaxserve.engine.verify import Drafts, enter_drafts, is_accepted
 from jaxserve.model.transformer import Params, Rows, Transformer
 from jaxserve.plan import StepPlan, StepResult, StepShape
 
@@ -31,6 +33,8 @@ class Batch:
     """int32 token rows, T where unused."""
     grants_GX3: jax.Array
     """int32 (slot, index, page); the padding's slot where unused."""
+    draft_R: jax.Array
+    """int32 the token of each logit row that is a draft, -1 for others; empty in shapes without drafts."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,20 @@ class PlanFormat:
     num_slots: int
     page_size: int
     max_iterations: int = 1
+    max_drafts: int = 0
+    """Most drafts of a sequence; 0 for a shape that has none."""
+
+    @classmethod
+    def of(cls, config: EngineConfig, shape: StepShape, max_iterations: int = 1) -> PlanFormat:
+        """The format of a step that is compiled for this config."""
+        return cls(
+            shape,
+            len(config.model.windows),
+            config.num_slots,
+            config.cache.page_size,
+            max_iterations,
+            0 if shape.decode else config.max_drafts,
+        )
 
     @property
     def num_grants(self) -> int:
@@ -49,13 +67,15 @@ class PlanFormat:
         return self.shape.rows * self.max_iterations // self.page_size + self.shape.sequences
 
     @property
-    def _sizes(self) -> tuple[int, int, int, int]:
+    def _sizes(self) -> tuple[int, int, int, int, int]:
         shape = self.shape
-        return shape.sequences, shape.sequences, shape.logit_rows, self.num_groups * self.num_grants * 3
+        num_grants = self.num_groups * self.num_grants * 3
+        num_drafts = shape.logit_rows if self.max_drafts else 0
+        return shape.sequences, shape.sequences, shape.logit_rows, num_grants, num_drafts
 
     def pack(self, plan: StepPlan) -> np.ndarray:
         """The plan as one vector; its iterations travel beside it. Raises ValueError if it does not fit."""
-        slots, counts, logit_rows, grants = self._empty()
+        slots, counts, logit_rows, grants, drafts = self._empty()
         num_sequences, row_ends = len(plan.slots), np.cumsum(plan.num_tokens)
         num_rows, num_logit_rows = plan.num_rows, int(plan.num_logit_rows.sum())
         if num_rows > self.shape.rows or num_logit_rows > self.shape.logit_rows:
@@ -74,17 +94,21 @@ class PlanFormat:
                     f"{len(granted)} page grants in one group, over {self.num_grants}: {self.shape}"
                 )
             grants[group, : len(granted)] = granted
-        return np.concatenate([slots, counts, logit_rows, grants.reshape(-1)])
+        if plan.drafts is not None:
+            if len(plan.drafts) > len(drafts):
+                raise ValueError(f"a plan with drafts for {self.shape}, which was compiled without")
+            drafts[: len(plan.drafts)] = plan.drafts
+        return np.concatenate([slots, counts, logit_rows, grants.reshape(-1), drafts])
 
     def unpack(self, vector: jax.Array) -> Batch:
         """The vector as a batch, inside the step."""
         ends = np.cumsum(self._sizes)
-        slots, counts, logit_rows, grants = (
+        slots, counts, logit_rows, grants, drafts = (
             vector[end - size : end] for end, size in zip(ends, self._sizes, strict=True)
         )
-        return Batch(slots, counts, logit_rows, grants.reshape(self.num_groups, self.num_grants, 3))
+        return Batch(slots, counts, logit_rows, grants.reshape(self.num_groups, self.num_grants, 3), drafts)
 
-    def _empty(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    def _empty(self) -> tuple[np.ndarray, ...]:
         shape = self.shape
         grants = np.zeros((self.num_groups, self.num_grants, 3), np.int32)
         grants[:, :, 0] = self.num_slots
@@ -93,6 +117,7 @@ class PlanFormat:
             np.zeros(shape.sequences, np.int32),
             np.full(shape.logit_rows, shape.rows, np.int32),
             grants,
+            np.full(self._sizes[-1], -1, np.int32),
         )
 
 
@@ -121,10 +146,6 @@ def advance(
     `active_S` leaves sequences out, in a decode shape: their rows are padding.
     """
     row_sequence_T, rows = _ragged_rows(state, batch, form, active_S)
-    token_T = state.tokens[batch.slot_S[row_sequence_T], rows.position_T]
-    single = form.shape.decode
-    hidden_TD, cache = transformer.forward(params, state.cache, token_T, rows, single=single)
-
     # Padding takes row 0 of the logits' input but the padding's own slot, so that it writes to no one.
     real_R = batch.logit_row_R < form.shape.rows
     row_R = jnp.where(real_R, batch.logit_row_R, 0)
@@ -132,20 +153,35 @@ def advance(
         real_R &= rows.valid_T[row_R]
     slot_R = jnp.where(real_R, batch.slot_S[row_sequence_T[row_R]], form.num_slots)
     next_position_R = jnp.where(real_R, rows.position_T[row_R] + 1, 0)
-    is_last_R = real_R & (next_position_R == state.num_known[slot_R])
-    next_known_R = jnp.where(is_last_R, -1, state.tokens[slot_R, next_position_R])
+    drafts = drafts_RK = None
+    if form.max_drafts:
+        drafts = Drafts(batch.draft_R, jnp.maximum(next_position_R - state.num_known[slot_R], 0))
+        drafts_RK = drafts.before(form.max_drafts, unused=state.counts.shape[1])
+        state = enter_drafts(state, drafts, slot_R, next_position_R - 1, form.num_slots)
+    token_T = state.tokens[batch.slot_S[row_sequence_T], rows.position_T]
+    single = form.shape.decode
+    hidden_TD, cache = transformer.forward(params, state.cache, token_T, rows, single=single)
+
+    samples_R = real_R & (next_position_R >= state.num_known[slot_R])
+    next_known_R = jnp.where(samples_R, -1, state.tokens[slot_R, next_position_R])
     sampled = sample(
         transformer.logits(params, hidden_TD[row_R]),
-        sampling_rows(state, slot_R, next_position_R),
+        sampling_rows(state, slot_R, next_position_R, drafts_RK),
         state,
         next_known_R,
         max_logprobs=transformer.config.max_logprobs,
         logprobs_mode=transformer.config.logprobs_mode,
         mesh=transformer.mesh,
     )
-    state = _append_tokens(state, slot_R, next_position_R, is_last_R, sampled.token, form.num_slots)
     num_tokens_S = batch.num_tokens_S if active_S is None else batch.num_tokens_S * active_S
     num_computed = state.num_computed.at[batch.slot_S].add(num_tokens_S)
+    accepted_R = samples_R
+    if drafts is not None:
+        accepted_R &= is_accepted(drafts, sampled.token)
+        rejected_R = samples_R & ~accepted_R
+        num_computed = num_computed.at[slot_R].add(-rejected_R.astype(jnp.int32))
+        sampled = dataclasses.replace(sampled, token=jnp.where(rejected_R, -1, sampled.token))
+    state = _append_tokens(state, slot_R, next_position_R, accepted_R, sampled.token, form.num_slots)
     return dataclasses.replace(state, cache=cache, num_computed=num_computed), sampled
 
 
@@ -203,17 +239,17 @@ def _append_tokens(
     state: DeviceState,
     slot_R: jax.Array,
     position_R: jax.Array,
-    is_last_R: jax.Array,
+    is_new_R: jax.Array,
     token_R: jax.Array,
     padding_slot: int,
 ) -> DeviceState:
     """Add newly sampled tokens to their slots' known text and counts."""
-    slot_R = jnp.where(is_last_R, slot_R, padding_slot)
+    slot_R = jnp.where(is_new_R, slot_R, padding_slot)
     return dataclasses.replace(
         state,
-        tokens=state.tokens.at[slot_R, jnp.where(is_last_R, position_R, 0)].set(token_R),
-        num_known=state.num_known.at[slot_R].add(is_last_R.astype(jnp.int32)),
-        counts=state.counts.at[slot_R, token_R].add(is_last_R.astype(jnp.int32)),
+        tokens=state.tokens.at[slot_R, jnp.where(is_new_R, position_R, 0)].set(token_R),
+        num_known=state.num_known.at[slot_R].add(is_new_R.astype(jnp.int32)),
+        counts=state.counts.at[slot_R, token_R].add(is_new_R.astype(jnp.int32)),
     )
 
 

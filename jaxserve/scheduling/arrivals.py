@@ -7,7 +7,7 @@ from typing import NamedTuple
 from jaxserve.plan import IntArray
 from jaxserve.scheduling.request import Request, RequestState
 from jaxserve.scheduling.slots import BoolArray, SlotTable
-from jaxserve.scheduling.step import ScheduledStep
+from jaxserve.scheduling.step import Round
 
 
 class Arrivals(NamedTuple):
@@ -21,22 +21,24 @@ class Arrivals(NamedTuple):
     """The state in which it ends the answer, if it does."""
 
 
-def take_tokens(table: SlotTable, step: ScheduledStep, tokens: IntArray, is_eos: BoolArray) -> Arrivals:
-    """Append a step's tokens to its requests; one that ended while the step ran takes none, nor does one for
+def take_tokens(table: SlotTable, part: Round, tokens: IntArray, is_eos: BoolArray) -> Arrivals:
+    """Append a round's tokens to its requests; one that ended while the step ran takes none, nor does one for
     which the step has none (-1).
 
     Args:
         table: the slots, whose requests then have a token less under way.
-        step: the step that has been collected.
-        tokens: one for each of its logit rows.
+        part: of a step that has been collected.
+        tokens: one for each row of the step's result.
         is_eos: for each token of the vocabulary, whether it is an end-of-sequence id.
     """
-    cohort = step.cohort
+    cohort = part.cohort
     slots = cohort.slots
-    sampled = tokens[step.rows]
+    sampled = tokens[part.rows]
+    if not part.foreseen:
+        _count(table, part)
     if (sampled < 0).any() or not table.in_place(cohort):
         live = (table.serial[slots] == cohort.serials) & (sampled >= 0)
-        return _take_late(table, step, sampled.tolist(), live.tolist())
+        return _take_late(table, part, sampled.tolist(), live.tolist())
     table.pending[table.index(slots)] -= 1
     values: list[int] = sampled.tolist()
     for request, token in zip(cohort.requests, values, strict=True):
@@ -47,13 +49,25 @@ def take_tokens(table: SlotTable, step: ScheduledStep, tokens: IntArray, is_eos:
     ends: list[RequestState | None] = [None] * len(values)
     for index in may_end.nonzero()[0].tolist():
         ends[index] = cohort.requests[index].end()
-    return Arrivals(cohort.requests, values, step.rows.tolist(), ends)
+    return Arrivals(cohort.requests, values, part.rows.tolist(), ends)
 
 
-def _take_late(table: SlotTable, step: ScheduledStep, tokens: list[int], live: list[bool]) -> Arrivals:
+def _count(table: SlotTable, part: Round) -> None:
+    """Let the table know of tokens after accepted drafts as if they had been planned."""
+    cohort = part.cohort
+    in_slot = table.serial[cohort.slots] == cohort.serials
+    slots = cohort.slots[in_slot]
+    for column in (table.known, table.computed, table.pending):
+        column[slots] += 1
+    for request, stayed in zip(cohort.requests, in_slot.tolist(), strict=True):
+        if not stayed:
+            request.num_pending += 1
+
+
+def _take_late(table: SlotTable, part: Round, tokens: list[int], live: list[bool]) -> Arrivals:
     """The same where some have lost their slots since the step was planned."""
     arrivals = Arrivals([], [], [], [])
-    columns = zip(step.cohort.requests, tokens, step.rows.tolist(), live, strict=True)
+    columns = zip(part.cohort.requests, tokens, part.rows.tolist(), live, strict=True)
     for request, token, row, in_slot in columns:
         if request.finish_reason is not None or token < 0:
             continue

@@ -62,11 +62,13 @@ class RunningPages:
             keep &= ~np.isin(decoding, held_up)
         return decoding if keep.all() else decoding[keep]
 
-    def lend(self, decoding: IntArray, num_iterations: int) -> bool:
-        """Give those that decode pages for several tokens, if so many are free that nobody gives way."""
+    def lend(self, decoding: IntArray, num_ahead: IntArray) -> bool:
+        """Give those that decode pages for so many more tokens each, if that takes nobody's."""
         table, page_size = self._table, self._page_size
-        wanted = table.computed[decoding] + table.num_ahead(decoding, num_iterations)
+        wanted = table.computed[decoding] + num_ahead
         missing = np.maximum(0, -(-wanted // page_size) - table.capacity[decoding] // page_size)
+        if missing.any():
+            self.make_free(2 * int(missing.sum()))
         # As many again are left for the step after this one.
         if 2 * int(missing.sum()) > self._pool.num_free_everywhere:
             return False

@@ -20,6 +20,7 @@ from jaxserve.plan import EngineLimits, IntArray, SamplingParams
 from jaxserve.scheduling.admission import check_params, check_pool, check_prompt
 from jaxserve.scheduling.arrivals import Arrivals, take_tokens
 from jaxserve.scheduling.classes import SchedulerPolicy
+from jaxserve.scheduling.drafting import Drafting
 from jaxserve.scheduling.newcomers import Newcomers
 from jaxserve.scheduling.page_swap import PageSwap
 from jaxserve.scheduling.pages import PagePool, PageTable
@@ -29,10 +30,11 @@ from jaxserve.scheduling.request import Request, RequestState, Submission
 from jaxserve.scheduling.room import Room
 from jaxserve.scheduling.running_pages import RunningPages
 from jaxserve.scheduling.shared_prompts import SharedPrompts
-from jaxserve.scheduling.slots import SlotTable
-from jaxserve.scheduling.step import ScheduledStep, StepBuilder
+from jaxserve.scheduling.slots import Cohort, SlotTable
+from jaxserve.scheduling.step import Round, ScheduledStep, StepBuilder
 from jaxserve.scheduling.step_budget import TokenBudget
 from jaxserve.scheduling.terms import DEFAULT_TERMS, ServiceTerms
+from jaxserve.speculation import Speculation
 
 DEFAULT_POLICY = SchedulerPolicy()
 
@@ -48,6 +50,7 @@ class Scheduler:
         policy: SchedulerPolicy = DEFAULT_POLICY,
         cache: CacheIdentity | None = None,
         swap: PageSwap | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         """Schedule for an engine of these limits.
 
@@ -58,9 +61,10 @@ class Scheduler:
             policy: who goes next.
             cache: what the engine's keys and values depend on; None reuses no prefix.
             swap: keeps cached pages beyond the pool; None keeps none.
+            speculation: how answers are drafted; None verifies no drafts.
 
-        Raises ValueError if `max_chunk` is below 1 or above the largest shape, or for `swap` or the order
-        "longest-prefix" without `cache`.
+        Raises ValueError if `max_chunk` is below 1 or above the largest shape, for `swap` or the order
+        "longest-prefix" without `cache`, or for more drafts than the engine verifies.
         """
         if swap is not None and cache is None:
             raise ValueError("pages are kept beyond the pool for prefixes to be reused, which is off")
@@ -82,6 +86,9 @@ class Scheduler:
         self._prompts = SharedPrompts(self._pool, limits, self.cache)
         self._pages = RunningPages(
             self._pool, limits.page_size, self._table, self._queue, self._prompts, self.cache
+        )
+        self.drafting = (
+            None if speculation is None else Drafting(speculation, limits, self._table, self._pages)
         )
         room = Room(
             limits,
@@ -187,11 +194,14 @@ class Scheduler:
         return expired
 
     def plan(self, now: float = 0.0) -> ScheduledStep | None:
-        """The next step, which the caller must dispatch, or None if nothing can be computed just now.
+        """The next step, which the caller must dispatch, or None if nothing can be computed just now, or is
+        to follow drafts that a step in flight will bring.
 
         None with no step in flight means that there is nothing to do, that everything is held, or that one
         has given way and the next call will start others.
         """
+        if self._in_flight and self.drafting is not None and self.drafting.active:
+            return None
         self._pages.grants.clear()
         self._newcomers.make_way(now)
         num_preemptions = self.num_preemptions
@@ -219,16 +229,18 @@ class Scheduler:
             )
         return scheduled
 
-    def commit(self, step: ScheduledStep, tokens: IntArray) -> Arrivals:
-        """Take the tokens of a step that has been collected, or of one of its iterations.
+    def commit(self, part: Round, tokens: IntArray) -> Arrivals:
+        """Take the tokens of a step that has been collected and retired, one of its rounds after the other.
 
-        `tokens` holds one for each logit row; those that ended meanwhile take none, and have to be finished
-        before the next iteration's are taken.
+        `tokens` are those of the step's result. Requests that ended meanwhile take none, and have to be
+        finished before the next round's are taken.
         """
-        self._charge(step)
-        arrivals = take_tokens(self._table, step, tokens, self._is_eos)
+        self._charge(part.cohort)
+        arrivals = take_tokens(self._table, part, tokens, self._is_eos)
+        if self.drafting is not None and not part.foreseen:
+            self.drafting.accept(arrivals.requests)
         if self.cache is not None:
-            self.cache.store_full(self._table, step.cohort.slots)
+            self.cache.store_full(self._table, part.cohort.slots)
         return arrivals
 
     def retire(self, step: ScheduledStep) -> None:
@@ -255,6 +267,8 @@ class Scheduler:
             self._queue.remove(request)
         if self.cache is not None:
             self.cache.forget(request)
+        if self.drafting is not None:
+            self.drafting.forget(request)
         self._prompts.drop_heir(request)
 
     def abandon_steps(self) -> None:
@@ -290,6 +304,9 @@ class Scheduler:
             longer, decoding = order[asked > 1].tolist(), order[one_each]
         decoding = self._pages.find(decoding, now)
         step = StepBuilder(self.limits, table, self._max_prompt_rows(decoding, longer), decoding)
+        if self.drafting is not None:
+            step.num_reserved = len(longer)
+            self.drafting.fill(step)
         chunked: list[Request] = []
         for index, slot in enumerate(longer):
             request = table.requests[slot]
@@ -304,9 +321,10 @@ class Scheduler:
     def _num_iterations(self, decoding: IntArray) -> int:
         """How many tokens the slots may decode in one dispatch, as nobody waits and each is on its own."""
         most = self.limits.max_iterations
-        if most == 1 or self._table.gated[decoding].any() or not self._pages.lend(decoding, most):
+        if most == 1 or self._table.gated[decoding].any():
             return 1
-        return int(self._table.num_ahead(decoding, most).max())
+        num_ahead = self._table.num_ahead(decoding, most)
+        return int(num_ahead.max()) if self._pages.lend(decoding, num_ahead) else 1
 
     def _max_prompt_rows(self, decoding: IntArray, longer: list[int]) -> int:
         """Prompt tokens that the next step may compute beside those that decode."""
@@ -333,9 +351,9 @@ class Scheduler:
         step.add(request, chunk, todo)
         return True
 
-    def _charge(self, step: ScheduledStep) -> None:
+    def _charge(self, cohort: Cohort) -> None:
         """Charge the tokens that a step brings to answers that are longer than was expected."""
-        table, cohort = self._table, step.cohort
+        table = self._table
         late = table.num_arrived(cohort.slots) >= cohort.prepaid
         if late.any():
             if not table.in_place(cohort):

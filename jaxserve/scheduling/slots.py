@@ -33,6 +33,20 @@ class Cohort:
     ends_at_eos: BoolArray
     has_stop_ids: BoolArray
 
+    def select(self, index: npt.NDArray[np.intp]) -> Cohort:
+        """Those of the cohort at these places in it."""
+        return Cohort(
+            self.slots[index],
+            self.serials[index],
+            [self.requests[place] for place in index.tolist()],
+            self.accounts[index],
+            self.prepaid[index],
+            self.max_known[index],
+            self.first_end[index],
+            self.ends_at_eos[index],
+            self.has_stop_ids[index],
+        )
+
 
 class SlotTable:
     """Which request runs in which slot, and how far it is. A column counts only where a slot is taken.

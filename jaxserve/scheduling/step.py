@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,6 +24,16 @@ class ScoredRows(NamedTuple):
     """Among the step's logit rows."""
 
 
+class Round(NamedTuple):
+    """Requests that take a token each of a collected step, before those of the next round do."""
+
+    cohort: Cohort
+    rows: IntArray
+    """The row of each in the step's result."""
+    foreseen: bool = True
+    """Whether the tokens were counted when the step was planned: not those after accepted drafts."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ScheduledStep:
     """A planned step: what the device is told, and for whom. K sequences sample an unknown token."""
@@ -35,8 +46,26 @@ class ScheduledStep:
     cohort: Cohort
     """The K requests."""
     rows: IntArray
-    """[K] the logit row of each."""
+    """[K] the logit row of each; after it those of its drafts."""
     scored: tuple[ScoredRows, ...]
+    num_drafts: IntArray | None = None
+    """[K]; None in a step without any."""
+
+    def rounds(self, tokens: IntArray) -> Iterator[Round]:
+        """What the step brought, in the order in which it is to be taken: each round may end requests of
+        the next. `tokens` are those of its result."""
+        num_iterations = self.plan.num_iterations
+        num_rows = len(tokens) // num_iterations
+        for iteration in range(num_iterations):
+            yield Round(self.cohort, self.rows + iteration * num_rows if iteration else self.rows)
+        if self.num_drafts is None:
+            return
+        for number in range(1, int(self.num_drafts.max()) + 1):
+            drafted = (self.num_drafts >= number).nonzero()[0]
+            accepted = drafted[tokens[self.rows[drafted] + number] >= 0]
+            if not len(accepted):
+                return
+            yield Round(self.cohort.select(accepted), self.rows[accepted] + number, foreseen=False)
 
 
 class Chunk(NamedTuple):
@@ -45,6 +74,15 @@ class Chunk(NamedTuple):
     num_tokens: int
     num_logit_rows: int
     num_scored: int
+
+
+class Drafts(NamedTuple):
+    """What sequences verify beside computing a row."""
+
+    counts: IntArray
+    """[S] for each sequence; 0 for some."""
+    tokens: IntArray
+    """[sum of counts] one sequence's after the other's."""
 
 
 class StepBuilder:
@@ -68,6 +106,8 @@ class StepBuilder:
         self.num_reserved = 0
         self.num_iterations = 1
         """Tokens that each sequence computes one after another, if all only decode."""
+        self.drafts: Drafts | None = None
+        """What those that only decode verify."""
         self._chunks: list[tuple[int, Chunk, int]] = []
         self._loads: list[SlotLoad] = []
         self._admitted: list[Request] = []
@@ -79,12 +119,23 @@ class StepBuilder:
 
     @property
     def decodes_only(self) -> bool:
-        """Whether every sequence of the step only decodes."""
-        return not self._chunks
+        """Whether every sequence of the step has a single row."""
+        return not self._chunks and self.drafts is None
 
     @property
     def empty(self) -> bool:
         return not (len(self.decoding) or self._chunks)
+
+    @property
+    def num_spare(self) -> int:
+        """Rows for drafts that leave one for each of the others, and one for another request."""
+        return min(self._rows_left, self._logit_rows_left) - self.num_reserved - 1
+
+    def verify(self, drafts: Drafts) -> None:
+        """Let the sequences that decode verify drafts, `num_spare` at most."""
+        self.drafts = drafts
+        self._rows_left -= len(drafts.tokens)
+        self._logit_rows_left -= len(drafts.tokens)
 
     def next_chunk(self, request: Request, start: int, todo: int, num_available: int) -> Chunk:
         """The most that the request can compute in this step, of `todo` tokens, with pages for so many."""
@@ -134,22 +185,24 @@ class StepBuilder:
         if self.empty:
             return None
         granted = np.array(grants, np.int32).reshape(-1, 4)
-        if not self._chunks:
+        if self.decodes_only:
             return self._build_decode(granted)
         slots, num_tokens, num_logit_rows, samples = self._columns()
         row_ends = np.cumsum(num_logit_rows, dtype=np.int32)
         scored = self._score(row_ends)
         sampling = slots[samples]
-        self._count(slots, num_tokens, sampling)
+        num_drafts = self._drafts_of(slots)
+        self._count(slots, num_tokens - num_drafts, sampling)
         num_rows = int(num_tokens.sum())
         shape = self._limits.fit(num_rows, len(slots), int(row_ends[-1]), num_rows == len(slots))
         return ScheduledStep(
-            StepPlan(slots, num_tokens, num_logit_rows, granted, shape),
+            StepPlan(slots, num_tokens, num_logit_rows, granted, shape, drafts=self._draft_rows(row_ends)),
             tuple(self._loads),
             tuple(self._admitted),
             self._table.cohort(sampling),
-            row_ends[samples] - 1,
+            (row_ends - num_drafts)[samples] - 1,
             scored,
+            None if self.drafts is None else num_drafts[samples],
         )
 
     def _build_decode(self, granted: IntArray) -> ScheduledStep:
@@ -181,14 +234,33 @@ class StepBuilder:
     def _columns(self) -> tuple[IntArray, IntArray, IntArray, BoolArray]:
         """Slot, rows, logit rows of each sequence, and whether its last row samples an unknown token."""
         ones = np.ones(len(self.decoding), np.int32)
+        each = ones if self.drafts is None else ones + self.drafts.counts
         rows = [(slot, *chunk[:2], chunk.num_tokens == todo) for slot, chunk, todo in self._chunks]
-        slots, num_tokens, num_logit_rows, samples = np.array(rows, np.int32).T
+        slots, num_tokens, num_logit_rows, samples = np.array(rows, np.int32).reshape(-1, 4).T
         return (
             np.concatenate([self.decoding, slots]),
-            np.concatenate([ones, num_tokens]),
-            np.concatenate([ones, num_logit_rows]),
+            np.concatenate([each, num_tokens]),
+            np.concatenate([each, num_logit_rows]),
             np.concatenate([ones, samples]).astype(np.bool_),
         )
+
+    def _drafts_of(self, slots: IntArray) -> IntArray:
+        """[S] of the step's sequences, the first of which decode."""
+        num_drafts = np.zeros(len(slots), np.int32)
+        if self.drafts is not None:
+            num_drafts[: len(self.decoding)] = self.drafts.counts
+        return num_drafts
+
+    def _draft_rows(self, row_ends: IntArray) -> IntArray | None:
+        """The drafts as in `StepPlan.drafts`."""
+        if self.drafts is None:
+            return None
+        rows = np.full(row_ends[-1], -1, np.int32)
+        ends = row_ends[: len(self.decoding)]
+        is_draft = np.ones(ends[-1], np.bool_)
+        is_draft[ends - self.drafts.counts - 1] = False
+        rows[: ends[-1]][is_draft] = self.drafts.tokens
+        return rows
 
     def _score(self, row_ends: IntArray) -> tuple[ScoredRows, ...]:
         """The prompt log-probs that the step will bring, counted as asked for."""

@@ -36,9 +36,10 @@ def complete(scheduler: Scheduler, step: ScheduledStep | None) -> Done:
     rows = {names[part.slot]: part.num_tokens for part in step.plan.sequences if part.slot in names}
     scheduler.retire(step)
     tokens = np.full(int(step.plan.num_logit_rows.sum()), 5, np.int32)
-    for request, _, _, end in zip(*scheduler.commit(step, tokens), strict=True):
-        if end is not None:
-            scheduler.finish(request, end)
+    for part in step.rounds(tokens):
+        for request, _, _, end in zip(*scheduler.commit(part, tokens), strict=True):
+            if end is not None:
+                scheduler.finish(request, end)
     scheduler.check_integrity()
     return Done(rows, step.admitted, step.loads, step.scored)
 

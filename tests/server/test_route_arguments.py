@@ -33,10 +33,12 @@ def test_models_are_routes_by_their_own_names_and_the_first_is_the_default() -> 
 def test_a_route_s_own_options_come_before_those_of_all() -> None:
     text = (
         "small=m,dtype=float32,kv=int8,slots=3,max-model-len=99,max_chunk=16,kv_memory=2M,deterministic,"
-        "host_kv_memory=1G,max_waiting=5,generation_config=none"
+        "host_kv_memory=1G,max_waiting=5,generation_config=none,speculative=none"
     )
-    other, small = routes("m", "--route", text, "--num-slots", "8", "--max-waiting", "7", "--max-chunk", "32")
-    assert (other.settings["num_slots"], other.settings["max_chunk"], other.max_waiting) == (8, 32, 7)
+    other, small = routes(
+        "m", "--route", text, "--num-slots", "8", "--max-waiting", "7", "--speculative", "ngram"
+    )
+    assert (other.settings["num_slots"], other.settings["speculative"], other.max_waiting) == (8, "ngram", 7)
     assert other.generation_config == "auto"
     assert small.settings == {
         "dtype": "float32",
@@ -47,6 +49,7 @@ def test_a_route_s_own_options_come_before_those_of_all() -> None:
         "kv_memory": 2**21,
         "host_kv_memory": 2**30,
         "deterministic": True,
+        "speculative": None,
     }
     assert (small.max_waiting, small.generation_config) == (5, "none")
 
@@ -90,6 +93,7 @@ def test_a_route_s_policy_is_the_file_s_with_its_own_longest_queue(tmp_path: Pat
         (["a", "--route", "c=b,kv_memory=big"], "kv_memory: 'big' is no size"),
         (["a", "--route", "c=b,deterministic=maybe"], "'maybe' is not true or false"),
         (["a", "--route", "c=b,generation_config=file"], "'file' is not one of auto, none"),
+        (["a", "--route", "c=b,speculative=guess"], "'guess' is not one of none, ngram"),
         (["a", "--route", "c=b,fallback="], "fallback: a name is missing"),
         (["a", "--route", "c\td=b"], "printable"),
         (["a", "--max-waiting", "-1"], "--max-waiting -1 is negative"),

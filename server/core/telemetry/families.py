@@ -139,6 +139,21 @@ _STEPS = (
         lambda view: view.swaps.damaged_pages,
     ),
     counter(
+        "vllm:spec_decode_num_drafts",
+        "Drafts, of one token or several, that a step has verified.",
+        lambda view: view.speculation.num_verifications,
+    ),
+    counter(
+        "vllm:spec_decode_num_draft_tokens",
+        "Tokens of these drafts.",
+        lambda view: view.speculation.num_drafted,
+    ),
+    counter(
+        "vllm:spec_decode_num_accepted_tokens",
+        "Of those, the ones that became part of answers.",
+        lambda view: view.speculation.num_accepted,
+    ),
+    counter(
         "vllm:num_preemptions",
         "Times that a running sample gave up its pages, to be fetched or computed again.",
         lambda view: view.snapshot.num_preemptions,

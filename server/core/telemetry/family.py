@@ -8,6 +8,7 @@ from typing import Literal, Protocol
 
 from jaxserve.loop_stats import STEP_ROWS_BUCKETS, LoopSnapshot
 from jaxserve.scheduling import ClassLoad
+from jaxserve.scheduling.drafting import SpeculationStatistics
 from jaxserve.scheduling.page_swap import SwapStatistics
 from jaxserve.scheduling.prefix_tree import PrefixStatistics
 from server.core.service import Load, Service
@@ -52,6 +53,11 @@ class View:
     def swaps(self) -> SwapStatistics:
         """All zero where nothing is kept beyond the pool."""
         return self.snapshot.swaps or SwapStatistics()
+
+    @property
+    def speculation(self) -> SpeculationStatistics:
+        """All zero where nothing is drafted."""
+        return self.snapshot.speculation or SpeculationStatistics()
 
 
 @dataclass(frozen=True)

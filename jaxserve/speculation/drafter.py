@@ -1,0 +1,38 @@
+"""What drafts, as the scheduler sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class Drafter(Protocol):
+    """Follows one text and guesses how it goes on. A wrong guess costs time and never a token."""
+
+    def propose(self, tokens: Sequence[int], max_tokens: int) -> list[int]:
+        """Guess what comes next.
+
+        Args:
+            tokens: what the text has gained since the last call; the first time, all of it.
+            max_tokens: the most that is of use, at least 1.
+
+        Returns up to `max_tokens` tokens of the vocabulary; none where there is nothing to go by.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speculation:
+    """How answers are drafted. Raises ValueError if `max_drafts` is below 1."""
+
+    drafter: Callable[[], Drafter]
+    """Makes the drafter of one answer."""
+    max_drafts: int
+    """Most drafts of one answer in a step."""
+    adaptive: bool = True
+    """Whether drafts are verified only where that pays, by what is measured; else wherever there are any."""
+
+    def __post_init__(self) -> None:
+        if self.max_drafts < 1:
+            raise ValueError(f"max_drafts {self.max_drafts} is below 1")

@@ -1,0 +1,95 @@
+"""How many drafts are worth their rows: from how often they are accepted, and what steps take."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from jaxserve.plan import IntArray, StepShape
+
+_FORGET = 0.9
+"""What a verification still counts for after one more of the same answer."""
+_PRIOR_WEIGHT = 2.0
+"""In drafts, of what other answers have shown."""
+_MEMORY = 8
+"""Latest steps of a shape that make up its mean."""
+
+
+class Acceptance:
+    """How likely a draft is accepted, those before it being so; of one answer, or of all."""
+
+    __slots__ = ("_hits", "_trials")
+
+    def __init__(self) -> None:
+        self._hits = self._trials = 0.0
+
+    def observe(self, num_drafted: int, num_accepted: int) -> None:
+        """So many drafts were verified at once. Those after the first wrong one say nothing."""
+        trials = min(num_accepted + 1, num_drafted)
+        self._hits = _FORGET * self._hits + num_accepted
+        self._trials = _FORGET * self._trials + trials
+
+    def rate(self, prior: float) -> float:
+        """The chance, in (0, 1); `prior` is what it is like where little has been seen."""
+        return (self._hits + _PRIOR_WEIGHT * prior) / (self._trials + _PRIOR_WEIGHT)
+
+
+class StepSeconds:
+    """How long steps of each shape take from one's end to the next one's, host and device together.
+
+    It says what decoding gets through: of an overlapped step the host's work is hidden, and of one whose
+    drafts wait for the step before it is not.
+    """
+
+    def __init__(self) -> None:
+        self._means: dict[StepShape, float] = {}
+        self._counts: Counter[StepShape] = Counter()
+
+    def observe(self, shape: StepShape, seconds: float) -> None:
+        """A step without prompt tokens took so long."""
+        self._counts[shape] += 1
+        mean = self._means.get(shape, seconds)
+        # A pause of the machine is no news of the shape; a lasting change is learnt all the same.
+        news = min(seconds, 2.0 * mean) - mean
+        self._means[shape] = mean + news / min(self._counts[shape], _MEMORY)
+
+    def predict(self, shape: StepShape) -> float:
+        """Seconds of a step; of a shape not seen yet as little as can be, so that it is tried."""
+        mean = self._means.get(shape)
+        if mean is None:
+            smaller = [self._means[seen] for seen in self._means if seen.rows <= shape.rows]
+            mean = max(smaller, default=0.0)
+        return mean
+
+
+def worthwhile_counts(
+    rates: Sequence[float],
+    lengths: Sequence[int],
+    max_drafts: int,
+    seconds: Callable[[int], float],
+    *,
+    num_decoding: int,
+) -> IntArray:
+    """How many of its drafts each sequence should have verified, so that most tokens come in a second.
+
+    Args:
+        rates: for each sequence with drafts how likely one is accepted if those before it are.
+        lengths: how many it has.
+        max_drafts: the most of all together.
+        seconds: of a step that verifies so many.
+        num_decoding: sequences in the step; each gets a token in any case.
+
+    Returns int32 [sequences].
+    """
+    owners = np.repeat(np.arange(len(rates)), lengths)
+    places = np.concatenate([np.arange(1, length + 1) for length in lengths])
+    # The chance that a draft becomes a token falls along an answer: the likeliest first keep its order.
+    chances: npt.NDArray[np.float64] = np.asarray(rates, np.float64)[owners] ** places
+    order = np.argsort(-chances, kind="stable")[:max_drafts]
+    expected = num_decoding + np.concatenate([[0.0], np.cumsum(chances[order])])
+    times = np.array([seconds(number) for number in range(len(expected))])
+    best = int(np.argmax(expected / np.maximum(times, 1e-9)))
+    return np.bincount(owners[order[:best]], minlength=len(rates)).astype(np.int32)

@@ -1,0 +1,52 @@
+"""Prompt lookup: a text goes on as it did where its last few tokens stood before (Saxena 2023)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class NgramDrafter:
+    """Copies what followed the latest occurrence of the longest ending that occurs elsewhere in the text.
+
+    A copy that reaches the text's end goes on with itself, so that a text that repeats a period is drafted as
+    far as is wanted. Each new token costs a look-up for each length of ending, however long the text is.
+    """
+
+    def __init__(self, min_ngram: int = 2, max_ngram: int = 4) -> None:
+        """Args:
+            min_ngram: tokens that must agree at least.
+            max_ngram: tokens beyond which it does not count how many more agree.
+
+        Raises ValueError unless 1 <= min_ngram <= max_ngram.
+        """
+        if not 1 <= min_ngram <= max_ngram:
+            raise ValueError(f"n-grams of {min_ngram} to {max_ngram} tokens: it must be 1 <= min <= max")
+        self._sizes = range(max_ngram, min_ngram - 1, -1)
+        self._text: list[int] = []
+        self._ends: dict[tuple[int, ...], int] = {}
+        """For each n-gram of these sizes how many tokens the text had when it last ended in it."""
+        self._follower: int | None = None
+        """Where that is which followed the text's ending before."""
+
+    def propose(self, tokens: Sequence[int], max_tokens: int) -> list[int]:
+        """As `Drafter.propose`."""
+        for token in tokens:
+            self._append(token)
+        if self._follower is None:
+            return []
+        copied = self._text[self._follower : self._follower + max_tokens]
+        period = len(copied)  # Of a copy that was cut off by the text's end.
+        return [copied[index % period] for index in range(max_tokens)]
+
+    def _append(self, token: int) -> None:
+        text = self._text
+        text.append(token)
+        length = len(text)
+        self._follower = None
+        for size in self._sizes:
+            if size > length:
+                continue
+            ngram = tuple(text[-size:])
+            if self._follower is None:
+                self._follower = self._ends.get(ngram)
+            self._ends[ngram] = length

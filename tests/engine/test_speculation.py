@@ -1,0 +1,151 @@
+"""Verified drafts change no token, no log-probability and no end, whoever drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxserve.engine.engine import DeviceEngine
+from jaxserve.loop import HostLoop
+from jaxserve.outputs import RequestOutput
+from jaxserve.plan import SamplingParams, SequencePlan, SlotLoad, StepPlan
+from jaxserve.scheduling import CacheIdentity
+from jaxserve.speculation import Drafter, NgramDrafter, Speculation
+from tests.drafters import foreseeing
+from tests.engine.models import serve, small_engine
+from tests.oracle.tiny_models import write_tiny_model
+
+Case = tuple[list[int], SamplingParams]
+MAX_DRAFTS = 5
+
+
+def cases() -> list[Case]:
+    """Greedy and seeded, with all that a draft's row must see as if the drafts before it were known."""
+    penalised = SamplingParams(
+        temperature=0, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.4
+    )
+    every = [
+        SamplingParams(temperature=0),
+        penalised,
+        SamplingParams(temperature=0.9, seed=3),
+        replace(penalised, temperature=1.3, seed=4, top_k=20, top_p=0.9, min_p=0.01),
+        SamplingParams(temperature=0.7, seed=5, n=3, logit_bias={7: 2.0, 9: -50.0}),
+        SamplingParams(temperature=1.0, seed=6, stop_token_ids=list(range(40, 60)), min_tokens=12),
+        SamplingParams(temperature=0.8, seed=7, allowed_token_ids=list(range(20, 90))),
+        SamplingParams(temperature=0, prompt_logprobs=1),
+    ]
+    rng = np.random.default_rng(0)
+    period = rng.integers(3, 90, 7).tolist()
+    return [
+        (
+            (period * 6 + rng.integers(3, 90, 5).tolist())[number : 12 + 5 * number],
+            replace(params, max_tokens=25 + number, ignore_eos=True, logprobs=2),
+        )
+        for number, params in enumerate(every)
+    ]
+
+
+@pytest.fixture(scope="module", params=["qwen3", "gemma3"])
+def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> DeviceEngine:
+    folder: Path = write_tiny_model(request.param, tmp_path_factory.mktemp(request.param))
+    return small_engine(folder, deterministic=True, chunk_rows=(16, 64), max_drafts=MAX_DRAFTS)
+
+
+@pytest.fixture(scope="module")
+def expected(engine: DeviceEngine) -> list[RequestOutput]:
+    return serve(HostLoop(engine, overlap=False), cases())
+
+
+@pytest.fixture(params=["foreseeing", "ngram"])
+def drafter(request: pytest.FixtureRequest, expected: list[RequestOutput]) -> Callable[[], Drafter]:
+    if request.param == "ngram":
+        return lambda: NgramDrafter(1, 3)
+    texts = [
+        prompt + list(sample.token_ids)
+        for (prompt, _), output in zip(cases(), expected, strict=True)
+        for sample in output.outputs
+    ]
+    return foreseeing(texts, 90)
+
+
+def facts(outputs: list[RequestOutput]) -> Iterator[tuple[object, ...]]:
+    for output in outputs:
+        yield (
+            output.prompt_logprobs,
+            *(
+                (sample.token_ids, sample.finish_reason, sample.stop_reason, sample.logprobs)
+                for sample in output.outputs
+            ),
+        )
+
+
+@pytest.mark.parametrize("together", [True, False], ids=["together", "alone"])
+@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlapped"])
+def test_drafts_change_nothing_to_the_bit(
+    engine: DeviceEngine,
+    expected: list[RequestOutput],
+    drafter: Callable[[], Drafter],
+    overlap: bool,
+    together: bool,
+) -> None:
+    loop = HostLoop(
+        engine,
+        overlap=overlap,
+        cache=CacheIdentity(model="tiny", kv_format="float32"),
+        speculation=Speculation(drafter=drafter, max_drafts=MAX_DRAFTS, adaptive=False),
+    )
+    assert list(facts(serve(loop, cases(), together))) == list(facts(expected))
+    drafted = loop.snapshot().speculation
+    assert drafted is not None
+    assert 0 < drafted.num_accepted < drafted.num_drafted
+    assert engine.compiles_after_ready == 0
+
+
+def test_drafts_in_steps_of_their_own_shapes(tmp_path: Path) -> None:
+    """Where shapes round differently the tokens are the same, as float32 has margin enough."""
+    folder = write_tiny_model("qwen3", tmp_path)
+    engine = small_engine(folder, max_drafts=MAX_DRAFTS, chunk_rows=(64,), verify_rows=(4, 16))
+    plain = serve(HostLoop(engine), cases())
+    texts = [p + list(s.token_ids) for (p, _), o in zip(cases(), plain, strict=True) for s in o.outputs]
+    speculation = Speculation(drafter=foreseeing(texts, 90), max_drafts=MAX_DRAFTS, adaptive=False)
+    outputs = serve(HostLoop(engine, speculation=speculation), cases())
+    for one, other in zip(plain, outputs, strict=True):
+        for ours, theirs in zip(one.outputs, other.outputs, strict=True):
+            assert ours.token_ids == theirs.token_ids
+            assert ours.cumulative_logprob == pytest.approx(theirs.cumulative_logprob, abs=1e-3)
+    assert engine.compiles_after_ready == 0
+
+
+def test_drafts_are_accepted_while_they_agree(engine: DeviceEngine, expected: list[RequestOutput]) -> None:
+    """One step by hand: the right drafts, then a wrong one, then right ones that come too late."""
+    (prompt, params), answer = cases()[0], list(expected[0].outputs[0].token_ids)
+    engine.load_slot(
+        SlotLoad(1, prompt, len(prompt), 0, ((5, 6, 7),) * len(engine.limits.windows), params, 0, 0)
+    )
+    run = [SequencePlan(1, len(prompt))]
+    shape = engine.limits.fit(len(prompt), 1, 1, False)
+    assert engine.collect(engine.dispatch(StepPlan.of(run, (), shape))).tokens.tolist() == answer[:1]
+    for drafts, tokens in [
+        ([*answer[1:3], 2, *answer[4:6]], [*answer[1:4], -1, -1, -1]),
+        (answer[4:6], answer[4:7]),
+        ([2], [answer[7], -1]),
+        ([], [answer[8]]),
+    ]:
+        rows = len(drafts) + 1
+        plan = StepPlan.of([SequencePlan(1, rows, rows)], (), engine.limits.fit(rows, 1, rows, False))
+        plan = replace(plan, drafts=np.array([-1, *drafts], np.int32))
+        assert engine.collect(engine.dispatch(plan)).tokens.tolist() == tokens
+
+
+def test_a_shape_without_drafts_takes_none(tmp_path: Path) -> None:
+    engine = small_engine(write_tiny_model("qwen3", tmp_path))
+    shape = engine.limits.fit(2, 1, 2, False)
+    plan = replace(StepPlan.of([SequencePlan(0, 2, 2)], (), shape), drafts=np.array([-1, 4], np.int32))
+    with pytest.raises(ValueError, match="which was compiled without"):
+        engine.dispatch(plan)
+    with pytest.raises(ValueError, match="max_drafts 3: the engine verifies at most 0"):
+        HostLoop(engine, speculation=Speculation(drafter=NgramDrafter, max_drafts=3))
