@@ -35,7 +35,13 @@ def cases() -> list[Case]:
         SamplingParams(temperature=0.9, seed=3),
         replace(penalised, temperature=1.3, seed=4, top_k=20, top_p=0.9, min_p=0.01),
         SamplingParams(temperature=0.7, seed=5, n=3, logit_bias={7: 2.0, 9: -50.0}),
-        SamplingParams(temperature=1.0, seed=6, stop_token_ids=list(range(40, 60)), min_tokens=12),
+        SamplingParams(
+            seed=6,
+            n=4,
+            stop_token_ids=list(range(40, 60)),
+            allowed_token_ids=list(range(30, 60)),
+            min_tokens=6,
+        ),
         SamplingParams(temperature=0.8, seed=7, allowed_token_ids=list(range(20, 90))),
         SamplingParams(temperature=0, prompt_logprobs=1),
     ]
