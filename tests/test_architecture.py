@@ -26,6 +26,7 @@ FORBIDDEN = {
         "jaxserve.loop",
     ),
     "jaxserve/planning": ("jax", "jaxserve.engine", "jaxserve.text"),
+    "jaxserve/speculation": ("jax", "jaxserve.engine", "jaxserve.scheduling", "jaxserve.loop"),
     "jaxserve/structured": ("jax", "jaxserve.engine", "jaxserve.scheduling", "jaxserve.loop"),
     "jaxserve/engine": ("jaxserve.scheduling", "jaxserve.loop", "jaxserve.text"),
     "jaxserve/model": ("jaxserve.engine", "jaxserve.scheduling", "jaxserve.weights", "jaxserve.text"),
