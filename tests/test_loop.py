@@ -13,6 +13,8 @@ import pytest
 from jaxserve.loop import HostLoop, LoopStoppedError
 from jaxserve.outputs import RequestOutput
 from jaxserve.plan import SamplingParams, SlotLoad, StepHandle, StepPlan, StepResult
+from jaxserve.speculation import Speculation
+from tests.drafters import foreseeing
 from tests.fake_engine import FakeEngine, expected_answer, make_limits
 
 LIMITS = make_limits()
@@ -66,12 +68,23 @@ def text_of(tokens: Sequence[int]) -> str:
     return "".join(map(letter, tokens))
 
 
-@pytest.fixture(params=[False, True], ids=["plain", "overlapped"])
-def text_loop(request: pytest.FixtureRequest) -> HostLoop:
-    return HostLoop(FakeEngine(LIMITS), overlap=request.param, answer_text=LetterText, decode_token=letter)
-
-
 LONG = SamplingParams(max_tokens=20, ignore_eos=True, seed=5)
+
+
+@pytest.fixture(params=["plain", "overlapped", "drafts"])
+def text_loop(request: pytest.FixtureRequest) -> HostLoop:
+    engine, speculation = FakeEngine(LIMITS), None
+    if request.param == "drafts":
+        engine = FakeEngine(replace(LIMITS, max_drafts=6))
+        drafter = foreseeing([PROMPT + answer(LONG)], LIMITS.vocab_size)
+        speculation = Speculation(drafter=drafter, max_drafts=6, adaptive=False)
+    return HostLoop(
+        engine,
+        overlap=request.param != "plain",
+        answer_text=LetterText,
+        decode_token=letter,
+        speculation=speculation,
+    )
 
 
 def test_a_stop_token_ends_the_answer_and_is_no_text(text_loop: HostLoop) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +11,8 @@ import pytest
 from jaxserve.loop import HostLoop
 from jaxserve.outputs import RequestOutput
 from jaxserve.plan import Grammar, SamplingParams
+from jaxserve.speculation import Drafter, Speculation
+from tests.drafters import foreseeing
 from tests.fake_engine import FakeEngine, FakeSequence, expected_answer, make_limits, sample
 
 LIMITS = make_limits(num_slots=4)
@@ -81,20 +83,30 @@ def expected(prompt: list[int], params: SamplingParams, sample_index: int = 0) -
 
 
 def serve(
-    cases: list[tuple[list[int], SamplingParams]], *, overlap: bool, num_pages: int = 257
+    cases: list[tuple[list[int], SamplingParams]],
+    *,
+    overlap: bool,
+    num_pages: int = 257,
+    drafter: Callable[[], Drafter] | None = None,
 ) -> list[RequestOutput]:
-    limits = make_limits(num_slots=4, num_pages=(num_pages,))
-    loop = HostLoop(FakeEngine(limits), overlap=overlap, grammars=RemainderGrammars())
+    limits = make_limits(num_slots=4, num_pages=(num_pages,), max_drafts=4)
+    speculation = drafter and Speculation(drafter=drafter, max_drafts=4, adaptive=False)
+    loop = HostLoop(
+        FakeEngine(limits), overlap=overlap, grammars=RemainderGrammars(), speculation=speculation
+    )
     for number, (prompt, params) in enumerate(cases):
         loop.add(str(number), prompt, params)
     outputs = {d.request_id: d.output for d in loop.run_until_idle() if d.output is not None}
     loop.check_integrity()
+    drafted = loop.snapshot().speculation
+    assert drafted is None or drafted.num_accepted > 0
     return [outputs[str(number)] for number in range(len(cases))]
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlapped"])
 @pytest.mark.parametrize("num_pages", [257, 12], ids=["ample", "tiny pool"])
-def test_gated_answers_are_the_same_in_every_schedule(overlap: bool, num_pages: int) -> None:
+@pytest.mark.parametrize("drafts", [False, True], ids=["", "drafts"])
+def test_gated_answers_are_the_same_in_every_schedule(overlap: bool, num_pages: int, drafts: bool) -> None:
     free = SamplingParams(max_tokens=30, seed=3, ignore_eos=True)
     cases = [
         ([5, 6, 7], gated(6, max_tokens=30, seed=1)),
@@ -103,7 +115,9 @@ def test_gated_answers_are_the_same_in_every_schedule(overlap: bool, num_pages: 
         ([4], gated(25, max_tokens=20, temperature=0)),
         ([5, 6], free),
     ]
-    outputs = serve(cases, overlap=overlap, num_pages=num_pages)
+    texts = [p + expected_answer(LIMITS, p, params, params.seed or 0)[0] for p, params in cases]
+    drafter = foreseeing(texts, LIMITS.vocab_size) if drafts else None
+    outputs = serve(cases, overlap=overlap, num_pages=num_pages, drafter=drafter)
     if num_pages == 12:
         assert sum(output.metrics.num_preemptions for output in outputs) > 0
     for (prompt, params), output in zip(cases, outputs, strict=True):

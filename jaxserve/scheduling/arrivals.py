@@ -53,15 +53,13 @@ def take_tokens(table: SlotTable, part: Round, tokens: IntArray, is_eos: BoolArr
 
 
 def _count(table: SlotTable, part: Round) -> None:
-    """Let the table know of tokens after accepted drafts as if they had been planned."""
-    cohort = part.cohort
-    in_slot = table.serial[cohort.slots] == cohort.serials
-    slots = cohort.slots[in_slot]
+    """Let the table know of tokens after accepted drafts as if they had been planned.
+
+    While drafts are under way nothing else is planned: who has lost its slot meanwhile has ended.
+    """
+    slots = part.cohort.slots[table.serial[part.cohort.slots] == part.cohort.serials]
     for column in (table.known, table.computed, table.pending):
         column[slots] += 1
-    for request, stayed in zip(cohort.requests, in_slot.tolist(), strict=True):
-        if not stayed:
-            request.num_pending += 1
 
 
 def _take_late(table: SlotTable, part: Round, tokens: list[int], live: list[bool]) -> Arrivals:

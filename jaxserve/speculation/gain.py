@@ -49,20 +49,27 @@ class StepSeconds:
         self._counts: Counter[StepShape] = Counter()
 
     def observe(self, shape: StepShape, seconds: float) -> None:
-        """A step without prompt tokens took so long."""
+        """A step without prompt tokens took so long. The first of its shape is left out: it warms up."""
         self._counts[shape] += 1
-        mean = self._means.get(shape, seconds)
-        # A pause of the machine is no news of the shape; a lasting change is learnt all the same.
-        news = min(seconds, 2.0 * mean) - mean
-        self._means[shape] = mean + news / min(self._counts[shape], _MEMORY)
+        num_seen = self._counts[shape] - 1
+        if num_seen:
+            mean = self._means.get(shape, seconds)
+            # A pause of the machine is no news of the shape; a lasting change is learnt all the same.
+            news = min(seconds, 2.0 * mean) - mean
+            self._means[shape] = mean + news / min(num_seen, _MEMORY)
 
     def predict(self, shape: StepShape) -> float:
-        """Seconds of a step; of a shape not seen yet as little as can be, so that it is tried."""
+        """Seconds of a step; of a shape not seen yet between what the next smaller and larger ones take, or
+        as little as can be, so that it is tried."""
         mean = self._means.get(shape)
-        if mean is None:
-            smaller = [self._means[seen] for seen in self._means if seen.rows <= shape.rows]
-            mean = max(smaller, default=0.0)
-        return mean
+        if mean is not None:
+            return mean
+        seen = [(one.rows, mean) for one, mean in self._means.items()]
+        rows, low = max((point for point in seen if point[0] <= shape.rows), default=(0, 0.0))
+        more_rows, high = min((point for point in seen if point[0] > shape.rows), default=(0, low))
+        if not rows or high <= low:
+            return low
+        return low + (high - low) * (shape.rows - rows) / (more_rows - rows)
 
 
 def worthwhile_counts(

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from jaxserve.engine.engine import DeviceEngine
+from jaxserve.engine.step import PlanFormat
 from jaxserve.loop import HostLoop
 from jaxserve.outputs import RequestOutput
-from jaxserve.plan import SamplingParams, SequencePlan, SlotLoad, StepPlan
+from jaxserve.plan import SamplingParams, SequencePlan, SlotLoad, StepPlan, StepShape
 from jaxserve.scheduling import CacheIdentity
 from jaxserve.speculation import Drafter, NgramDrafter, Speculation
 from tests.drafters import foreseeing
@@ -34,7 +35,13 @@ def cases() -> list[Case]:
         SamplingParams(temperature=0.9, seed=3),
         replace(penalised, temperature=1.3, seed=4, top_k=20, top_p=0.9, min_p=0.01),
         SamplingParams(temperature=0.7, seed=5, n=3, logit_bias={7: 2.0, 9: -50.0}),
-        SamplingParams(temperature=1.0, seed=6, stop_token_ids=list(range(40, 60)), min_tokens=12),
+        SamplingParams(
+            seed=6,
+            n=4,
+            stop_token_ids=list(range(40, 60)),
+            allowed_token_ids=list(range(30, 60)),
+            min_tokens=6,
+        ),
         SamplingParams(temperature=0.8, seed=7, allowed_token_ids=list(range(20, 90))),
         SamplingParams(temperature=0, prompt_logprobs=1),
     ]
@@ -108,7 +115,7 @@ def test_drafts_change_nothing_to_the_bit(
 def test_drafts_in_steps_of_their_own_shapes(tmp_path: Path) -> None:
     """Where shapes round differently the tokens are the same, as float32 has margin enough."""
     folder = write_tiny_model("qwen3", tmp_path)
-    engine = small_engine(folder, max_drafts=MAX_DRAFTS, chunk_rows=(64,), verify_rows=(4, 16))
+    engine = small_engine(folder, max_drafts=MAX_DRAFTS, chunk_rows=(64,), verify_rows=(8,))
     plain = serve(HostLoop(engine), cases())
     texts = [p + list(s.token_ids) for (p, _), o in zip(cases(), plain, strict=True) for s in o.outputs]
     speculation = Speculation(drafter=foreseeing(texts, 90), max_drafts=MAX_DRAFTS, adaptive=False)
@@ -141,11 +148,15 @@ def test_drafts_are_accepted_while_they_agree(engine: DeviceEngine, expected: li
         assert engine.collect(engine.dispatch(plan)).tokens.tolist() == tokens
 
 
-def test_a_shape_without_drafts_takes_none(tmp_path: Path) -> None:
-    engine = small_engine(write_tiny_model("qwen3", tmp_path))
-    shape = engine.limits.fit(2, 1, 2, False)
-    plan = replace(StepPlan.of([SequencePlan(0, 2, 2)], (), shape), drafts=np.array([-1, 4], np.int32))
+def test_a_shape_without_drafts_takes_none() -> None:
+    form = PlanFormat(StepShape(4, 4, 4), num_groups=1, num_slots=4, page_size=16)
+    plan = replace(StepPlan.of([SequencePlan(0, 2, 2)], (), form.shape), drafts=np.array([-1, 4], np.int32))
     with pytest.raises(ValueError, match="which was compiled without"):
-        engine.dispatch(plan)
-    with pytest.raises(ValueError, match="max_drafts 3: the engine verifies at most 0"):
-        HostLoop(engine, speculation=Speculation(drafter=NgramDrafter, max_drafts=3))
+        form.pack(plan)
+    assert (replace(form, max_drafts=1).pack(plan)[-4:] == [-1, 4, -1, -1]).all()
+
+
+def test_more_drafts_than_an_engine_verifies_are_refused(engine: DeviceEngine) -> None:
+    speculation = Speculation(drafter=NgramDrafter, max_drafts=MAX_DRAFTS + 1)
+    with pytest.raises(ValueError, match="max_drafts 6: the engine verifies at most 5"):
+        HostLoop(engine, speculation=speculation)

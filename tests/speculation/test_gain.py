@@ -53,16 +53,23 @@ def test_acceptance_begins_with_what_others_have_shown_and_follows_what_it_sees(
     assert one.rate(0.4) == pytest.approx(0.5, abs=0.02)
 
 
-def test_shapes_that_nobody_has_seen_look_as_quick_as_smaller_ones() -> None:
+def test_shapes_that_nobody_has_seen_lie_between_their_neighbours_or_are_tried() -> None:
     seconds = StepSeconds()
     one, four, nine = (StepShape(rows, rows, rows) for rows in (1, 4, 9))
     assert seconds.predict(four) == 0.0
-    seconds.observe(one, 2.0)
-    assert (seconds.predict(four), seconds.predict(nine)) == (2.0, 2.0)
-    seconds.observe(four, 6.0)
-    assert (seconds.predict(one), seconds.predict(four), seconds.predict(nine)) == (2.0, 6.0, 6.0)
-    seconds.observe(four, 6000.0)
-    assert seconds.predict(four) <= 9.0
+    for shape, taken in [(one, 2.0), (nine, 10.0)]:
+        seconds.observe(shape, 99.0)  # It warms up.
+        assert seconds.predict(shape) == (2.0 if shape is nine else 0.0)
+        seconds.observe(shape, taken)
+    assert [seconds.predict(shape) for shape in (one, four, nine)] == [2.0, 5.0, 10.0]
+
+
+def test_a_pause_teaches_little_and_a_lasting_change_is_learnt() -> None:
+    seconds, shape = StepSeconds(), StepShape(4, 4, 4)
+    for _ in range(20):
+        seconds.observe(shape, 6.0)
+    seconds.observe(shape, 6000.0)
+    assert seconds.predict(shape) < 7.0
     for _ in range(60):
-        seconds.observe(four, 3.0)
-    assert seconds.predict(four) == pytest.approx(3.0, abs=0.01)
+        seconds.observe(shape, 3.0)
+    assert seconds.predict(shape) == pytest.approx(3.0, abs=0.01)
