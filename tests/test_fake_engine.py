@@ -10,6 +10,7 @@ from jaxserve.loop import HostLoop
 from jaxserve.plan import PageGrant, SamplingParams, SequencePlan, SlotLoad, StepPlan
 from jaxserve.scheduling import PagePool, PageTable
 from tests.fake_engine import FakeEngine, FakeEngineError, make_limits
+from tests.policies import UNFORESEEN
 
 LIMITS = make_limits(num_slots=4, num_pages=(30,))
 
@@ -71,7 +72,7 @@ def test_rows_beyond_the_known_tokens_are_refused() -> None:
 
 def serve_tiny_pool() -> None:
     limits = make_limits(num_slots=4, num_pages=(14,))
-    loop = HostLoop(FakeEngine(limits), overlap=True)
+    loop = HostLoop(FakeEngine(limits), overlap=True, policy=UNFORESEEN)
     for number in range(8):
         params = SamplingParams(n=2, max_tokens=20, ignore_eos=True, seed=number)
         loop.add(str(number), [number] * 9, params)

@@ -179,7 +179,7 @@ class PrefixCache:
             self.store(table.at(slot), num_pages * self._page_size)
 
     def store_rest(self, table: SlotTable, request: Request) -> None:
-        """A running request is to let go of its pages: add what has not been added yet."""
+        """A running request is to let go of pages: add those that have not been added yet."""
         num_known = len(request.submission.prompt) + len(request.output) - 1
         self.store(request, min(num_known, int(table.computed[request.slot])))
 

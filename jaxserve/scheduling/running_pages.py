@@ -88,7 +88,10 @@ class RunningPages:
             self._table.follow_growth(request)
 
     def pass_window(self, request: Request) -> None:
-        """Give back what lies behind the windows of the request's next token."""
+        """Give back what lies behind the windows of the request's next token; full pages go to the cache
+        before that."""
+        if self._cache is not None:
+            self._cache.store_rest(self._table, request)
         request.table.pass_window(int(self._table.computed[request.slot]))
         self._table.follow_pages(request)
 
