@@ -310,6 +310,12 @@ class EngineLimits:
     """Most drafts of a sequence in a step, of a chunk shape."""
 
     @property
+    def longest_lag(self) -> int:
+        """Tokens by which a sequence that met its end within a step may be behind where the host had it go;
+        until the host learns of it, the sequence reads what such a one reads."""
+        return self.max_iterations - 1
+
+    @property
     def longest_sequence(self) -> int:
         """Tokens that one sequence may have, also if the pool holds less than `max_model_len`."""
         pools = [

@@ -99,9 +99,6 @@ class FakeSequence:
     """Token ids that may be sampled next, of a gated sequence: good for one token."""
     histories: list[int] = field(default_factory=list)
     """For each known token a digest of all tokens up to it."""
-    stopped_short: bool = False
-    """Whether it met its end before the last iteration of a step, and is behind where the host's plans have
-    it: what it computes then is dropped, so that it does not matter on what."""
 
     def __post_init__(self) -> None:
         tokens, self.tokens = self.tokens, []
@@ -256,8 +253,7 @@ class FakeEngine:
         drafts = _drafts_by_slot(plan)
         for part in plan.sequences:
             self._check_part(part, drafts[part.slot])
-            if not self._slots[part.slot].stopped_short:
-                used |= self._check_history(self._slots[part.slot])
+            used |= self._check_history(self._slots[part.slot])
         written: set[tuple[int, int]] = set()
         for part in plan.sequences:
             for draft in drafts[part.slot]:
@@ -441,7 +437,6 @@ class FakeEngine:
         if not sequence.params.ignore_eos:
             ends.update(sequence.eos_token_ids)
         ended = sequence.tokens[-1] in ends and num_output >= sequence.params.min_tokens
-        sequence.stopped_short |= ended
         if ended or len(sequence.tokens) >= sequence.max_known:
             return [(-1, 0, 0)]
         self._check_history(sequence)

@@ -72,7 +72,7 @@ def check_pool(prompt_len: int, max_tokens: int, limits: EngineLimits) -> None:
     for window, num_pages in zip(limits.windows, limits.num_pages, strict=True):
         needed = pages_in_full
         if window:
-            needed = min(needed, max_pages_spanned(window, limits.page_size))
+            needed = min(needed, max_pages_spanned(window + limits.longest_lag, limits.page_size))
         if needed > num_pages - 1:
             kind = f"window {window}" if window else "full attention"
             raise ValueError(

@@ -96,9 +96,8 @@ class PrefixCache:
         assert self._swap is not None, "there is nowhere to bring pages back from"
         return self._swap.restore(more, request.table) * self._page_size
 
-    def save(self, table: SlotTable, request: Request) -> None:
-        """A running request is to give up its pages and to go on later."""
-        self.store_rest(table, request)
+    def save(self, request: Request) -> None:
+        """A running request, all of whose pages are stored, is to give them up and to go on later."""
         cursor = self._cursors.get(request)
         if self._swap is not None and cursor is not None and request.submission.terms.cache_read:
             self._swap.save(cursor, self._cost(0, cursor.num_tokens) / 1000.0)

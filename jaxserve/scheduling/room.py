@@ -137,6 +137,7 @@ def _page_caps(limits: EngineLimits, max_chunk: int) -> list[int]:
     for window, num_pages in zip(limits.windows, limits.num_pages, strict=True):
         cap = num_pages - 1
         if window:
-            cap = min(cap, max_pages_spanned(window + max_chunk, limits.page_size))
+            num_tokens = window + limits.longest_lag + max_chunk
+            cap = min(cap, max_pages_spanned(num_tokens, limits.page_size))
         caps.append(cap)
     return caps

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from jaxserve.plan import IntArray
+from jaxserve.plan import EngineLimits, IntArray
 from jaxserve.scheduling.pages import PagePool
 from jaxserve.scheduling.prefix_cache import PrefixCache
 from jaxserve.scheduling.queue import RequestQueue
@@ -19,14 +19,15 @@ class RunningPages:
     def __init__(
         self,
         pool: PagePool,
-        page_size: int,
+        limits: EngineLimits,
         table: SlotTable,
         queue: RequestQueue,
         prompts: SharedPrompts,
         cache: PrefixCache | None,
     ) -> None:
         self._pool = pool
-        self._page_size = page_size
+        self._page_size = limits.page_size
+        self._longest_lag = limits.longest_lag
         self._table = table
         self._queue = queue
         self._prompts = prompts
@@ -92,7 +93,8 @@ class RunningPages:
         before that."""
         if self._cache is not None:
             self._cache.store_rest(self._table, request)
-        request.table.pass_window(int(self._table.computed[request.slot]))
+        position = int(self._table.computed[request.slot]) - self._longest_lag
+        request.table.pass_window(max(0, position))
         self._table.follow_pages(request)
 
     def make_free(self, num_pages: int) -> None:
@@ -127,16 +129,16 @@ class RunningPages:
     def preempt(self, request: Request, now: float) -> None:
         """Take a request's slot and pages, and let it wait."""
         request.advance(RequestState.PREEMPTED)
-        if self._cache is not None:
-            self._cache.save(self._table, request)
-        self.take_back(request)
+        self.take_back(request, returns=True)
         self.num_preemptions += 1
         self._queue.push(request, now)
 
-    def take_back(self, request: Request) -> None:
-        """A request leaves its slot."""
+    def take_back(self, request: Request, *, returns: bool = False) -> None:
+        """A request leaves its slot; `returns`: to have another one later."""
         if self._cache is not None:
             self._cache.store_rest(self._table, request)
+            if returns:
+                self._cache.save(request)
         self.grants.pop(request.slot, None)
         self._table.leave(request)
         self._queue.leave(request)

@@ -84,9 +84,7 @@ class Scheduler:
         )
         self._queue = RequestQueue(policy, score=None if self.cache is None else self.cache.num_cached)
         self._prompts = SharedPrompts(self._pool, limits, self.cache)
-        self._pages = RunningPages(
-            self._pool, limits.page_size, self._table, self._queue, self._prompts, self.cache
-        )
+        self._pages = RunningPages(self._pool, limits, self._table, self._queue, self._prompts, self.cache)
         self.drafting = (
             None if speculation is None else Drafting(speculation, limits, self._table, self._pages)
         )

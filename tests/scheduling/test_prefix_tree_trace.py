@@ -24,11 +24,12 @@ def test_an_unbounded_pool_reaches_the_trace_s_ideal(prompts: list[list[int]]) -
 
 @pytest.mark.slow
 def test_no_pool_saves_less_prefill_than_with_plain_lru(prompts: list[list[int]]) -> None:
-    rows = compare(prompts, [500, 700, 3_500, 10_000, 50_000], pair_share=0.05)
-    rows += compare(prompts, [700, 14_000, 50_000], pair_share=0.0)
+    rows = compare(prompts, [3_500, 14_000, 50_000], pair_share=0.017)
+    rows += compare(prompts, [700, 10_000, 50_000], pair_share=0.0)
+    rows += compare(prompts, [700], pair_share=0.1)
     for size, ours, lru in rows:
         assert ours >= lru > 0, f"a pool of {size} pages"
-    assert max(ours / lru for _, ours, lru in rows) > 1.008
+    assert max(ours / lru for _, ours, lru in rows) > 1.01
 
 
 def test_the_plain_cache_is_one() -> None:
