@@ -17,7 +17,8 @@ from server.core.statistics import StatisticsOptions
 from server.core.telemetry.prometheus import Metrics
 from tests.fake_model import fake_limits
 from tests.server.harness import IDENTITY, TOKENIZER
-from tests.server.promql import Alert, Series
+from tests.server.promql import Alert
+from tests.server.promql_series import Series
 
 SCRAPE_SECONDS = 30.0
 ARRIVAL = 1000.0

@@ -13,7 +13,8 @@ pytest.importorskip("prometheus_client")
 yaml = pytest.importorskip("yaml")
 
 from server.core import ServiceError, Status  # noqa: E402
-from tests.server.promql import Alert, Query, Series  # noqa: E402
+from tests.server.promql import Alert, Query  # noqa: E402
+from tests.server.promql_series import Series  # noqa: E402
 from tests.server.simulated_day import World, healthy  # noqa: E402
 
 FILE = Path(__file__).resolve().parents[2] / "server" / "alerts" / "jaxserve.rules.yml"
