@@ -19,8 +19,9 @@ from jaxserve.loop import LoopStoppedError
 from jaxserve.opened_model import EngineSettings
 from jaxserve.plan import StepHandle, StepResult
 from jaxserve.progress import StageBars
-from tests.fake_engine import FakeEngine, expected_answer
+from tests.fake_engine import FakeEngine
 from tests.fake_model import BOS, FakeModel
+from tests.fake_sequence import expected_answer
 
 SHORT = SamplingParams(max_tokens=6, seed=1, ignore_eos=True)
 ENDLESS = SamplingParams(max_tokens=100, seed=1, ignore_eos=True)

@@ -15,7 +15,8 @@ from jaxserve.async_engine import AnswerStream, Engine
 from jaxserve.loop import HostLoop, LoopStoppedError
 from jaxserve.outputs import AnswerDelta, RequestOutput
 from jaxserve.plan import SamplingParams, StepHandle, StepResult
-from tests.fake_engine import FakeEngine, expected_answer, make_limits
+from tests.fake_engine import FakeEngine, make_limits
+from tests.fake_sequence import expected_answer
 
 LIMITS = make_limits()
 ENDLESS = SamplingParams(max_tokens=100, ignore_eos=True, seed=1)

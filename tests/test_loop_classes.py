@@ -7,7 +7,8 @@ import pytest
 from jaxserve.loop import HostLoop
 from jaxserve.plan import SamplingParams
 from jaxserve.scheduling import ServiceTerms
-from tests.fake_engine import FakeEngine, expected_answer, make_limits
+from tests.fake_engine import FakeEngine, make_limits
+from tests.fake_sequence import expected_answer
 
 LIMITS = make_limits(num_slots=4)
 LONG = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)

@@ -13,7 +13,8 @@ from jaxserve.plan import SamplingParams
 from jaxserve.scheduling import CacheIdentity
 from jaxserve.speculation import Speculation
 from tests.drafters import foreseeing
-from tests.fake_engine import FakeEngine, expected_answer, logprob, make_limits
+from tests.fake_engine import FakeEngine, make_limits
+from tests.fake_sequence import expected_answer, logprob
 from tests.policies import UNFORESEEN
 
 Case = tuple[list[int], SamplingParams]

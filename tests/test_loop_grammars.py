@@ -13,7 +13,8 @@ from jaxserve.outputs import RequestOutput
 from jaxserve.plan import Grammar, SamplingParams
 from jaxserve.speculation import Drafter, Speculation
 from tests.drafters import foreseeing
-from tests.fake_engine import FakeEngine, FakeSequence, expected_answer, make_limits, sample
+from tests.fake_engine import FakeEngine, make_limits
+from tests.fake_sequence import FakeSequence, expected_answer, sample
 
 LIMITS = make_limits(num_slots=4)
 EOS = LIMITS.eos_token_ids[0]

@@ -20,7 +20,8 @@ from jaxserve.scheduling.offload_tier import Bytes, HostMemoryTier, TierRead
 from jaxserve.scheduling.page_swap import PageSwap
 from jaxserve.speculation import Speculation
 from tests.drafters import foreseeing
-from tests.fake_engine import FakeEngine, expected_answer, make_limits
+from tests.fake_engine import FakeEngine, make_limits
+from tests.fake_sequence import expected_answer
 from tests.policies import UNFORESEEN
 
 POOLS = [((15,), (0,)), ((15, 6), (0, 6)), ((7,), (9,)), ((15, 7, 5), (0, 11, 3))]

@@ -11,8 +11,8 @@ import pytest
 from google.protobuf import descriptor_pool, json_format, message_factory
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
-from tests.fake_engine import expected_answer
 from tests.fake_model import fake_limits
+from tests.fake_sequence import expected_answer
 from tests.server.harness import GREEDY, TOKENIZER
 from tests.server.process_harness import running
 

@@ -18,8 +18,8 @@ import httpx
 import pytest
 
 from server.proto.jaxserve.v1 import engine_pb2 as pb
-from tests.fake_engine import expected_answer
 from tests.fake_model import fake_limits
+from tests.fake_sequence import expected_answer
 from tests.server.harness import GREEDY, TOKENIZER
 from tests.server.process_harness import running
 

@@ -15,8 +15,9 @@ from jaxserve.plan import EngineLimits, SamplingParams, StepHandle, StepResult
 from jaxserve.scheduling import DEFAULT_POLICY, SchedulerPolicy
 from server.core import GenerateRequest, ModelIdentity, Service
 from server.core.identity import tokenizer_fingerprint
-from tests.fake_engine import FakeEngine, expected_answer
+from tests.fake_engine import FakeEngine
 from tests.fake_model import CACHE, byte_tokenizer, fake_limits
+from tests.fake_sequence import expected_answer
 
 OpenService = Callable[[], AbstractAsyncContextManager[tuple[Service, HostLoop]]]
 """Opens a running service over a loop, and closes it with a look at its pages."""

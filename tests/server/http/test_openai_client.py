@@ -15,8 +15,8 @@ openai = pytest.importorskip("openai", reason="needs the official client")
 
 from jaxserve import LLM  # noqa: E402
 from jaxserve.plan import SamplingParams  # noqa: E402
-from tests.fake_engine import expected_answer  # noqa: E402
 from tests.fake_model import TEMPLATE, FakeModel, fake_limits  # noqa: E402
+from tests.fake_sequence import expected_answer  # noqa: E402
 from tests.server.harness import ENDLESS, TOKENIZER, expected  # noqa: E402
 from tests.server.http.running import HttpServer, http_server  # noqa: E402
 
