@@ -13,9 +13,8 @@ from tqdm.auto import tqdm  # pyright: ignore[reportMissingModuleSource]
 from jaxserve.config import EngineConfig
 from jaxserve.engine.build import engine_options
 from jaxserve.engine.engine import DeviceEngine
-from jaxserve.host_pages import page_swap
 from jaxserve.offline import AnswerIterator, OfflineLoop
-from jaxserve.opened_model import EngineSettings, OpenedModel, make_loop, open_model
+from jaxserve.opened_model import EngineSettings, OpenedModel, loop_of, open_model
 from jaxserve.outputs import RequestOutput
 from jaxserve.plan import EngineLimits, SamplingParams
 from jaxserve.prompts import (
@@ -27,7 +26,6 @@ from jaxserve.prompts import (
     list_params,
     list_prompts,
 )
-from jaxserve.speculation import named_speculation
 from jaxserve.text import Tokenizer
 
 _BAR_DELAY_SECONDS = 2.0
@@ -91,12 +89,7 @@ class LLM:
         defaults = model.sampling_defaults if generation_config == "auto" else {}
         self._default_params = SamplingParams(**defaults)
         engine = model.build_engine(options, progress=progress)
-        cache = model.cache_identity(engine) if prefix_caching else None
-        swap = page_swap(engine, options.host_kv_memory)
-        speculation = named_speculation(options.speculative, options.max_drafts)
-        loop = make_loop(
-            engine, self._tokenizer, overlap=overlap, cache=cache, swap=swap, speculation=speculation
-        )
+        loop = loop_of(model, engine, options, overlap=overlap, prefix_caching=prefix_caching)
         self._running: _Running | None = _Running(engine, OfflineLoop(loop))
 
     def generate(

@@ -168,6 +168,39 @@ def make_loop(
     )
 
 
+def loop_of(
+    model: OpenedModel,
+    engine: DeviceEngine,
+    options: EngineOptions,
+    *,
+    overlap: bool = True,
+    prefix_caching: bool = True,
+    policy: SchedulerPolicy | None = None,
+) -> HostLoop:
+    """The host loop of a model on an engine that was built from it with these options.
+
+    Args:
+        model: the model.
+        engine: from its `build_engine`; no step may be under way.
+        options: what the engine was built with.
+        overlap: plan a step while the last one runs.
+        prefix_caching: start prompts on what others that began alike have left in the KV pool.
+        policy: who goes next, and who is turned away; None turns nobody away.
+
+    Raises ValueError for host memory that holds no page, or without `prefix_caching` for any.
+    """
+    return make_loop(
+        engine,
+        model.tokenizer,
+        overlap=overlap,
+        cache=model.cache_identity(engine) if prefix_caching else None,
+        policy=policy or DEFAULT_POLICY,
+        gated=policy is not None,
+        swap=page_swap(engine, options.host_kv_memory),
+        speculation=named_speculation(options.speculative, options.max_drafts),
+    )
+
+
 def start_engine(
     model: str | os.PathLike[str] | OpenedModel,
     *,
@@ -197,14 +230,5 @@ def start_engine(
     if not isinstance(model, OpenedModel):
         model = open_model(model, progress=progress)
     engine = model.build_engine(options, progress=progress)
-    loop = make_loop(
-        engine,
-        model.tokenizer,
-        overlap=overlap,
-        cache=model.cache_identity(engine) if prefix_caching else None,
-        policy=policy or DEFAULT_POLICY,
-        gated=policy is not None,
-        swap=page_swap(engine, options.host_kv_memory),
-        speculation=named_speculation(options.speculative, options.max_drafts),
-    )
+    loop = loop_of(model, engine, options, overlap=overlap, prefix_caching=prefix_caching, policy=policy)
     return Engine(loop)

@@ -59,9 +59,7 @@ class ModelLoader:
         from jaxserve.async_engine import Engine
         from jaxserve.engine.build import EngineOptions
         from jaxserve.engine.compile_cache import compile_counter
-        from jaxserve.host_pages import page_swap
-        from jaxserve.opened_model import make_loop, open_model
-        from jaxserve.speculation import named_speculation
+        from jaxserve.opened_model import loop_of, open_model
 
         # Whatever is wrong with any of them is to be said before the first is loaded.
         options = [EngineOptions(**route.settings) for route in self._routes]
@@ -77,16 +75,7 @@ class ModelLoader:
             device = model.build_engine(chosen, progress=self._progress)
             identity = identify(route.name, model_name(route.model), model, device.config, platform)
             self.lines += describe(identity, device.config, route, policy, defaults)
-            cache = model.cache_identity(device) if route.prefix_cache else None
-            loop = make_loop(
-                device,
-                model.tokenizer,
-                cache=cache,
-                policy=policy,
-                gated=True,
-                swap=page_swap(device, chosen.host_kv_memory),
-                speculation=named_speculation(chosen.speculative, chosen.max_drafts),
-            )
+            loop = loop_of(model, device, chosen, prefix_caching=route.prefix_cache, policy=policy)
             yield Service(
                 identity,
                 model.tokenizer,
