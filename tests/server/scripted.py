@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
@@ -16,18 +17,24 @@ from tests.fake_engine import FakeEngine, make_limits
 from tests.fake_model import byte_tokenizer
 from tests.server.harness import IDENTITY
 
+PATIENCE = 10.0
+"""Seconds that a model waits for an event before it goes on."""
+
 LIMITS = make_limits(max_model_len=1000, vocab_size=258, eos_token_ids=())
 
 
 class _ScriptedText:
     """Says a piece with each token, and stops after the last."""
 
-    def __init__(self, pieces: Sequence[str]) -> None:
+    def __init__(self, pieces: Sequence[str | threading.Event]) -> None:
         self._pieces = list(pieces)
         self.stopped: str | None = None
 
     def push(self, token_id: int) -> str:
         piece = self._pieces.pop(0)
+        while isinstance(piece, threading.Event):
+            piece.wait(PATIENCE)
+            piece = self._pieces.pop(0)
         if not self._pieces:
             self.stopped = "the end"
         return piece
@@ -53,8 +60,8 @@ class Script:
     """What the next answers say, and what the service asked of the engine."""
 
     def __init__(self) -> None:
-        self.answer: Sequence[str] = ("",)
-        """A piece for each token."""
+        self.answer: Sequence[str | threading.Event] = ("",)
+        """A piece for each token; before one there may be an event that it waits for."""
         self.prompts: list[str] = []
         self.params: list[SamplingParams] = []
         self._tokenizer = byte_tokenizer()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import json
 import logging
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -56,6 +57,14 @@ class Served:
         self.script.answer = [answer[at : at + size] for at in range(0, len(answer), size)]
         asked = {"messages": [USER], "tools": TOOLS} | asked
         return self.client.chat.completions.create(model="fake", **asked)
+
+    def stream_as_it_comes(self, pieces: Sequence[str | threading.Event], **asked: Any) -> Iterator[Any]:
+        """Deltas of a streamed answer as they arrive, a piece with each token."""
+        self.script.answer = pieces
+        chunks = self.client.chat.completions.create(
+            model="fake", messages=[USER], tools=TOOLS, stream=True, **asked
+        )
+        return (choice for chunk in chunks for choice in chunk.choices)
 
     def stream(self, answer: str, size: int, **asked: Any) -> list[Any]:
         """Deltas and ends of a streamed answer, up to the usage."""
@@ -130,16 +139,23 @@ def test_streamed_calls(hermes: Served, size: int) -> None:
 
 
 def test_content_streams_before_calls_and_arguments_as_they_come(hermes: Served) -> None:
-    choices = hermes.stream(ANSWER, 6)
-    arguments = [
-        part.function.arguments
-        for choice in choices
-        for part in choice.delta.tool_calls or ()
-        if part.index == 0
-    ]
-    assert len(arguments) > 1
-    first_call = next(at for at, choice in enumerate(choices) if choice.delta.tool_calls)
-    assert not any(choice.delta.content for choice in choices[first_call:])
+    content_seen, call_seen = threading.Event(), threading.Event()
+    content_end, call_end = len("Well."), ANSWER.index(" 1}")
+    pieces = [ANSWER[:content_end], content_seen, ANSWER[content_end:call_end], call_seen, ANSWER[call_end:]]
+    content = arguments = ""
+    for choice in hermes.stream_as_it_comes(pieces):
+        content += choice.delta.content or ""
+        arguments += "".join(
+            part.function.arguments for part in choice.delta.tool_calls or () if part.index == 0
+        )
+        if content and not content_seen.is_set():
+            assert (content, arguments) == ("Well.", ""), "no call has been said"
+            content_seen.set()
+        if arguments and not call_seen.is_set():
+            assert arguments == '{"x":', "the rest has not been said"
+            call_seen.set()
+    assert (content, arguments) == ("Well.", '{"x": 1}')
+    assert call_seen.is_set()
 
 
 def test_an_answer_without_calls_is_as_ever(hermes: Served) -> None:
