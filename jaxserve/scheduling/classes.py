@@ -23,6 +23,8 @@ _WAITING_PART = 0.4
 """Of a target for the first token, what the queue may take by the door's prediction, which is off by some
 tenths. Simulated traffic far beyond saturation is served in time most often with 0.3 to 0.45; 0.6 serves a
 tenth less, 1.0 a third less."""
+_WAITING_PART_IN_A_BURST = 0.8
+"""The same while a backlog is rare: those behind a burst do not wait for this one."""
 RETRY_CLASS = "retry"
 """The class of a request whose caller was refused before, unless its own is less urgent still."""
 
@@ -61,12 +63,15 @@ class PriorityClass:
             raise ValueError("the name of a class is empty")
         check_ranges(self)
 
-    @property
-    def patience(self) -> float:
+    def patience(self, *, standing: bool) -> float:
         """Seconds that a request may be let in to wait: `max_predicted_wait` or, where that is None, as much
-        of the target for the first token as leaves time for the prompt; never more than `max_wait`."""
-        wait = self.max_predicted_wait
-        return min(self.max_wait, _WAITING_PART * self.ttft_target if wait is None else wait)
+        of the target for the first token as leaves time for the prompt; never more than `max_wait`.
+
+        `standing`: whether others always wait; if they seldom do, more of the target may be used up.
+        """
+        part = _WAITING_PART if standing else _WAITING_PART_IN_A_BURST
+        wait = part * self.ttft_target if self.max_predicted_wait is None else self.max_predicted_wait
+        return min(self.max_wait, wait)
 
 
 DEFAULT_CLASSES = (

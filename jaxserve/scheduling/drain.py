@@ -15,6 +15,38 @@ _INDICATIVE_SECONDS = 0.5
 SHORTEST_RETRY, LONGEST_RETRY, UNKNOWN_RETRY = 0.05, 60.0, 1.0
 """Seconds that a refused client is asked to stay away: at least, at most, and when nothing is known."""
 
+_CONGESTED = 0.5
+"""Part of the time from which on a backlog is no burst any more."""
+
+
+class Congestion:
+    """Whether those who wait are a burst, which will pass, or a queue that stands.
+
+    A queue that takes up a burst is what a queue is for; one that stands only delays everybody (Nichols and
+    Jacobson, "Controlling Queue Delay", 2012).
+    """
+
+    def __init__(self) -> None:
+        self._clock: float | None = None
+        self._seconds = 0.0
+        self._seconds_of_backlog = 0.0
+
+    def advance(self, now: float, backlog: bool) -> None:
+        """Time has passed until `now`, with a `backlog` or without. A clock that goes back is ignored."""
+        if self._clock is None:
+            self._clock = now
+        elapsed = max(now - self._clock, 0.0)
+        kept = exp(-elapsed / _MEMORY)
+        new = _MEMORY * (1.0 - kept)
+        self._seconds = self._seconds * kept + new
+        self._seconds_of_backlog = self._seconds_of_backlog * kept + (new if backlog else 0.0)
+        self._clock += elapsed
+
+    @property
+    def standing(self) -> bool:
+        """Whether there was a backlog most of the time; so it is taken to be while nothing is known."""
+        return self._seconds_of_backlog >= _CONGESTED * self._seconds
+
 
 class DrainRate:
     """Requests and tokens that get a slot per second of backlog; older seconds fade.

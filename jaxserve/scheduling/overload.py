@@ -15,7 +15,7 @@ from jaxserve.plan import EngineLimits
 from jaxserve.scheduling.answer_lengths import AnswerLengths
 from jaxserve.scheduling.classes import SchedulerPolicy
 from jaxserve.scheduling.crowd import ClassState, Crowd, Demand, FadingCount, TenantState
-from jaxserve.scheduling.drain import SHORTEST_RETRY, DrainRate
+from jaxserve.scheduling.drain import SHORTEST_RETRY, Congestion, DrainRate
 from jaxserve.scheduling.refusals import OverloadError, Reason
 from jaxserve.scheduling.terms import ServiceTerms
 
@@ -82,6 +82,7 @@ class AdmissionGate:
         self._everyone = Crowd()
         self._drain = DrainRate()
         """Of all classes together."""
+        self._congestion = Congestion()
         self._num_running = 0
         self._lengths = AnswerLengths(policy)
         self._first_tries = FadingCount(policy.retries.window)
@@ -122,6 +123,7 @@ class AdmissionGate:
         class_index = self.policy.class_index(terms)
         with self._lock:
             state = self._classes[class_index]
+            self._measure(state, now)
             tenant = self._tenant(terms.tenant, now)
             num_output = num_samples * self._lengths.mean(class_index, max_tokens)
             demand = self._demand(terms, tenant, num_samples, num_prompt_tokens, num_output, now)
@@ -136,9 +138,11 @@ class AdmissionGate:
         """
         class_index = self.policy.class_index(terms)
         with self._lock:
+            state = self._classes[class_index]
+            self._measure(state, now)
             tenant = self._tenant(terms.tenant, now)
             demand = self._demand(terms, tenant, 1, 1, 1.0, now)
-            self._check(self._classes[class_index], tenant, demand, terms, 1.0, now)
+            self._check(state, tenant, demand, terms, 1.0, now)
 
     def loads(self) -> tuple[ClassLoad, ...]:
         """How every class of the policy stands."""
@@ -229,7 +233,6 @@ class AdmissionGate:
     def _enter(
         self, state: ClassState, tenant: TenantState, demand: Demand, is_retry: bool, now: float
     ) -> None:
-        self._measure(state, now)
         (self._retries if is_retry else self._first_tries).add(now)
         tenant.num_open += demand.num_requests
         tenant.level -= demand.num_tokens
@@ -238,6 +241,7 @@ class AdmissionGate:
 
     def _measure(self, state: ClassState, now: float, started: Demand | None = None) -> None:
         """Time has passed for a class and for everybody; perhaps one has started that had to wait."""
+        self._congestion.advance(now, self._num_excess(self._everyone, now) > 0)
         for crowd, drain in ((state.crowd, state.drain), (self._everyone, self._drain)):
             backlog = self._num_excess(crowd, now) > 0
             drain.advance(now, backlog)
@@ -328,18 +332,16 @@ class AdmissionGate:
         self, state: ClassState, demand: Demand, deadline: float | None, num_output: float
     ) -> None:
         """A deadline that will be missed as things go, or more patience than the class has."""
-        one, now = state.priority_class, demand.since
+        name, now = state.priority_class.name, demand.since
         if deadline is not None and deadline <= now:
             message = f"the deadline passed {now - deadline:.3g} seconds ago"
             raise OverloadError("deadline", message, SHORTEST_RETRY)
         if not self._would_wait(now):
             return
         wait = self._predict_wait(state, demand)
-        if wait > one.patience:
-            message = (
-                f"a request of class {one.name!r} would wait {wait:.3g} seconds; "
-                f"the limit is {one.patience:g}"
-            )
+        patience = state.priority_class.patience(standing=self._congestion.standing)
+        if wait > patience:
+            message = f"a request of class {name!r} would wait {wait:.3g} seconds; the limit is {patience:g}"
             raise OverloadError("queue_full", message, self._drained(state, now))
         if deadline is None or not state.drain.confident:
             return

@@ -90,6 +90,34 @@ def test_nobody_is_let_in_to_wait_longer_than_the_class_allows(
     )
 
 
+def test_a_burst_may_use_up_more_of_the_target_than_a_queue_that_stands() -> None:
+    door = Door({"classes": {"default": {"max_waiting": 1000, "ttft_target": 7.5}}})
+    door.serve(40, 0.5)
+
+    def num_admitted() -> int:
+        answers = [door.knock() for _ in range(30)]
+        tickets = [answer for answer in answers if isinstance(answer, Ticket)]
+        for ticket in tickets:
+            ticket.release(door.now)
+        return len(tickets)
+
+    standing = num_admitted()
+    assert standing == pytest.approx(2 + 2 * 3.0, abs=2)  # Two slots, and two starts a second.
+    door.now += 60.0  # In which nobody came.
+    assert num_admitted() == pytest.approx(2 + 2 * 6.0, abs=2)
+    door.serve(100, 0.5)
+    assert num_admitted() == standing
+
+
+def test_a_limit_that_was_given_holds_in_a_burst_too() -> None:
+    door = Door({"classes": {"default": {"ttft_target": 7.5, "max_predicted_wait": 3.0}}})
+    door.serve(40, 0.5)
+    door.now += 60.0
+    while isinstance(answer := door.knock(), Ticket):
+        pass
+    assert answer.message.endswith("; the limit is 3")
+
+
 def test_whoever_waits_though_slots_are_free_shows_that_something_else_is_short() -> None:
     door = Door({"max_waiting": 3, "classes": {"default": {"ttft_target": 7.5}}}, num_slots=100)
     tickets = [door.admit() for _ in range(4)]
