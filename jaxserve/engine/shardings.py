@@ -12,6 +12,7 @@ from jaxserve.config import ModelConfig
 from jaxserve.engine.state import DeviceState
 from jaxserve.model.cache import CACHE_AXES
 from jaxserve.model.parameters import ParameterInfo, layer_parameters, model_parameters
+from jaxserve.quantization.weight import QuantisedWeight
 from sharding import AnyMesh, named_sharding
 
 
@@ -52,8 +53,22 @@ def state_shardings(state: DeviceState, mesh: AnyMesh) -> DeviceState:
 
 
 def _place(entry: Any, info: ParameterInfo, mesh: AnyMesh) -> Any:
-    """The sharding of one array, of a stack of them, or of each of a tuple."""
+    """The sharding of one parameter, of a stack of them, or of each of a tuple."""
+    if not isinstance(entry, QuantisedWeight):
+        return _place_array(entry, info.axes, mesh)
+    # Scales lie with their outputs; those of groups, which are runs of inputs, with their inputs too.
+    first_input = len(info.axes) - info.num_input_axes
+    axes = info.axes[: first_input + 1] if entry.format.group else info.axes[:first_input]
+    return QuantisedWeight(
+        _place_array(entry.values, info.axes, mesh),
+        _place_array(entry.scales, axes, mesh),
+        None if entry.zeros is None else _place_array(entry.zeros, axes, mesh),
+        entry.format,
+    )
+
+
+def _place_array(entry: Any, axes: tuple[str | None, ...], mesh: AnyMesh) -> Any:
     if isinstance(entry, tuple):
-        return tuple(named_sharding(array.shape, info.axes, mesh) for array in entry)
-    stacked = len(entry.shape) > len(info.axes)
-    return named_sharding(entry.shape, (None, *info.axes) if stacked else info.axes, mesh)
+        return tuple(named_sharding(array.shape, axes, mesh) for array in entry)
+    stacked = len(entry.shape) > len(axes)
+    return named_sharding(entry.shape, (None, *axes) if stacked else axes, mesh)
