@@ -13,7 +13,7 @@ from jaxserve.engine.state import DeviceState
 from jaxserve.model.cache import CACHE_AXES
 from jaxserve.model.parameters import ParameterInfo, layer_parameters, model_parameters
 from jaxserve.quantization.weight import QuantisedWeight
-from sharding import AnyMesh, named_sharding
+from sharding import AnyMesh, named_sharding, num_shards
 
 
 def parameter_shardings(params: Mapping[str, Any], model: ModelConfig, mesh: AnyMesh) -> dict[str, Any]:
@@ -56,9 +56,13 @@ def _place(entry: Any, info: ParameterInfo, mesh: AnyMesh) -> Any:
     """The sharding of one parameter, of a stack of them, or of each of a tuple."""
     if not isinstance(entry, QuantisedWeight):
         return _place_array(entry, info.axes, mesh)
-    # Scales lie with their outputs; those of groups, which are runs of inputs, with their inputs too.
+    # Scales lie with their outputs; those of groups, which are runs of inputs, with their inputs too, unless
+    # a device holds part of a group.
     first_input = len(info.axes) - info.num_input_axes
-    axes = info.axes[: first_input + 1] if entry.format.group else info.axes[:first_input]
+    axes = info.axes[:first_input]
+    if entry.format.group:
+        divides = entry.scales.shape[-1] % num_shards(info.axes[first_input], mesh) == 0
+        axes = (*axes, info.axes[first_input] if divides else None)
     return QuantisedWeight(
         _place_array(entry.values, info.axes, mesh),
         _place_array(entry.scales, axes, mesh),

@@ -34,7 +34,8 @@ class PromptForward:
         self._prompts = prompts
         self._layouts = page_layouts(self._config, "cpu")
         self._transformer = Transformer(self._config, self._layouts, layer_loop)
-        self._run = jax.jit(self._forward)
+        # A program that runs once or twice is not worth optimising.
+        self._run = jax.jit(self._forward, compiler_options={"xla_backend_optimization_level": 0})
 
     def logits(self, params: Any) -> list[np.ndarray]:
         """[P, V] of each prompt."""

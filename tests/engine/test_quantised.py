@@ -14,13 +14,28 @@ from jaxserve.engine.build import EngineOptions, resolve_config, resolve_dtype
 from jaxserve.engine.parameters import abstract_parameters, place_parameters, quantised
 from jaxserve.model.parameters import model_parameters
 from jaxserve.model.transformer import LayerLoop
-from jaxserve.quantization import precision_of, recipe_named
-from jaxserve.quantization.weight import QuantisedWeight, dequantise
+from jaxserve.quantization import Recipe, precision_of, recipe_named
+from jaxserve.quantization.weight import QuantisedWeight
 from jaxserve.weights import Checkpoint, open_checkpoint
 from tests.engine.forward import PromptForward
 from tests.oracle.cases import load_cases
 from tests.oracle.tiny_models import TINY_MODELS, write_tiny_model
+from tests.quantization.oracle import stored_numbers
 
+# Every format that computes with the very numbers it stores, each somewhere in every model.
+MIXED = Recipe(
+    "mixed",
+    1,
+    (
+        ("head", "fp8"),
+        ("*.qkv", "int4-32"),
+        ("*.o", "int8-weight-only"),
+        ("*.gate_up", "fp8"),
+        ("*.down", "int4-64-zeros"),
+        ("*.expert_gate_up", "int4-32-zeros"),
+        ("*", "int8-weight-only"),
+    ),
+)
 QUANTISING = ("int8", "int8-weight-only", "fp8", "int4")
 LOOPS: tuple[LayerLoop, ...] = ("switched", "stacked", "unrolled")
 
@@ -29,18 +44,22 @@ def checkpoint_of(name: str, folder: Path) -> Checkpoint:
     return open_checkpoint(write_tiny_model(name, folder))
 
 
-def named(checkpoint: Checkpoint, recipe: str) -> list[tuple[str, Any]]:
-    return list(quantised(checkpoint.read("float32"), checkpoint.config, recipe_named(recipe), "float32"))
+def named(checkpoint: Checkpoint, recipe: Recipe) -> list[tuple[str, Any]]:
+    return list(quantised(checkpoint.read("float32"), checkpoint.config, recipe, "float32"))
 
 
-def widened(parameters: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
+def widened(parameters: list[tuple[str, Any]], model: ModelConfig) -> list[tuple[str, Any]]:
+    """The numbers that quantised parameters stand for, as float32 arrays."""
+    infos = dict(model_parameters(model))
     return [
-        (name, dequantise(array) if isinstance(array, QuantisedWeight) else array)
+        (name, stored_numbers(array).astype(np.float32).reshape(infos[name].shape))
+        if isinstance(array, QuantisedWeight)
+        else (name, array)
         for name, array in parameters
     ]
 
 
-def worst_difference(ours: list[np.ndarray], theirs: list[np.ndarray]) -> float:
+def relative_difference(ours: list[np.ndarray], theirs: list[np.ndarray]) -> float:
     """Of all logits, the root mean square of the differences over that of the logits."""
     a, b = np.concatenate(ours), np.concatenate(theirs)
     return float(np.sqrt(np.mean((a - b) ** 2) / np.mean(b**2)))
@@ -50,31 +69,35 @@ def worst_difference(ours: list[np.ndarray], theirs: list[np.ndarray]) -> float:
 def test_every_family_computes_with_the_numbers_that_it_stores(name: str, tmp_path: Path) -> None:
     checkpoint = checkpoint_of(name, tmp_path / name)
     forward = PromptForward(checkpoint.config, [case.prompt_ids for case in load_cases(name).cases])
-    for recipe, bound in (("int4", 1e-5), ("int8", 0.05)):
+    # Rounded rows move the scores of experts too, and then which ones are chosen.
+    for recipe, bound in (
+        (MIXED, 1e-5),
+        (recipe_named("int8"), 0.2 if "mix" in name or "moe" in name else 0.05),
+    ):
         parameters = named(checkpoint, recipe)
         ours = forward.logits(place_parameters(parameters, checkpoint.config, "switched"))
-        theirs = forward.logits(place_parameters(widened(parameters), checkpoint.config, "switched"))
-        assert 0 < worst_difference(ours, theirs) < bound, recipe
+        exact = widened(parameters, checkpoint.config)
+        theirs = forward.logits(place_parameters(exact, checkpoint.config, "switched"))
+        assert 0 < relative_difference(ours, theirs) < bound, recipe.name
 
 
-@pytest.mark.parametrize("name", ["gemma3", "qwen3_moe"])
-def test_every_recipe_computes_alike_however_the_layers_are_kept(name: str, tmp_path: Path) -> None:
-    checkpoint = checkpoint_of(name, tmp_path / name)
-    model, prompts = checkpoint.config, [case.prompt_ids for case in load_cases(name).cases]
-    loops = {loop: PromptForward(model, prompts, loop) for loop in LOOPS}
-    for recipe in QUANTISING:
-        parameters = named(checkpoint, recipe)
-        theirs = loops["switched"].logits(place_parameters(widened(parameters), model, "switched"))
-        for loop, forward in loops.items():
-            ours = forward.logits(place_parameters(parameters, model, loop))
-            assert worst_difference(ours, theirs) < (0.05 if recipe == "int8" else 1e-5), (recipe, loop)
+@pytest.mark.parametrize("loop", LOOPS)
+def test_every_recipe_computes_alike_however_the_layers_are_kept(loop: LayerLoop, tmp_path: Path) -> None:
+    checkpoint = checkpoint_of("qwen2", tmp_path / "model")
+    model, prompts = checkpoint.config, [case.prompt_ids for case in load_cases("qwen2").cases]
+    forward = PromptForward(model, prompts, loop)
+    for name in QUANTISING:
+        parameters = named(checkpoint, recipe_named(name))
+        theirs = forward.logits(place_parameters(widened(parameters, model), model, loop))
+        ours = forward.logits(place_parameters(parameters, model, loop))
+        assert 0 < relative_difference(ours, theirs) < (0.05 if name == "int8" else 1e-5), name
 
 
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("recipe", QUANTISING)
 def test_the_placed_tree_is_as_large_as_its_formats_say(recipe: str, loop: LayerLoop, tmp_path: Path) -> None:
     checkpoint = checkpoint_of("qwen3_moe", tmp_path / "model")
-    params = place_parameters(named(checkpoint, recipe), checkpoint.config, loop)
+    params = place_parameters(named(checkpoint, recipe_named(recipe)), checkpoint.config, loop)
     placed = sum(array.nbytes for array in jax.tree.leaves(params))
     assert placed == expected_bytes(checkpoint.config, recipe)
     abstract = abstract_parameters(checkpoint.config, "float32", loop, recipe_named(recipe))

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from jaxserve.model.layers import product, product_flat, take_rows
 from jaxserve.quantization import FORMATS, RECIPES, Recipe, WeightFormat, format_named, recipe_named
 from jaxserve.quantization.weight import QuantisedWeight, dequantise, quantise
+from tests.quantization.oracle import stored_numbers
 
 NAMES = list(FORMATS)
 SHAPE, NUM_INPUT_AXES = (6, 4, 3, 32), 3
@@ -24,17 +25,6 @@ def matrix(seed: int, magnitude: float = 1.0) -> np.ndarray:
     array[0] = 0.0
     array[1] = np.abs(array[1])
     return array.astype(np.float32)
-
-
-def numpy_values(weight: QuantisedWeight) -> np.ndarray:
-    """The numbers that a quantised `[out, *in]` stands for, by the definition: float64 `[out, in]`."""
-    scales = np.asarray(weight.scales).astype(np.float64)
-    if weight.format.bits == 8:
-        return np.asarray(weight.values).astype(np.float64).reshape(len(scales), -1) * scales[:, None]
-    packed = np.asarray(weight.values).reshape(len(scales), -1)
-    numbers = np.stack([packed % 16, packed // 16], axis=-1).reshape(*scales.shape, -1).astype(np.float64)
-    zeros = 8.0 if weight.zeros is None else np.asarray(weight.zeros).astype(np.float64)[..., None]
-    return ((numbers - zeros) * scales[..., None]).reshape(len(scales), -1)
 
 
 def largest_error(format: WeightFormat, weight: QuantisedWeight, flat: np.ndarray) -> np.ndarray:
@@ -53,7 +43,7 @@ def test_every_number_comes_back_within_the_formats_step(name: str, seed: int, m
     array, format = matrix(seed, magnitude), format_named(name)
     weight = quantise(array, format, NUM_INPUT_AXES)
     flat = array.reshape(SHAPE[0], -1).astype(np.float64)
-    back = numpy_values(weight)
+    back = stored_numbers(weight)
     assert np.all(np.abs(back - flat) <= largest_error(format, weight, flat))
     assert not back[0].any()
     np.testing.assert_allclose(np.asarray(dequantise(weight)).reshape(back.shape), back, rtol=1e-6)
@@ -78,7 +68,7 @@ def test_products_are_those_of_the_rounded_numbers(name: str, num_rows: int, dty
     x = np.random.default_rng(num_rows).normal(size=(num_rows, *SHAPE[1:])).astype(np.float32)
     rows = jnp.asarray(x).astype(dtype)
     weight = quantise(matrix(1), format_named(name), NUM_INPUT_AXES)
-    values = numpy_values(weight)
+    values = stored_numbers(weight)
     if weight.format.group and dtype == "bfloat16":  # which such a matrix is rounded to
         values = np.asarray(jnp.asarray(values, jnp.float32).astype(dtype)).astype(np.float64)
     x_flat = np.asarray(rows.astype(jnp.float32)).reshape(num_rows, -1)
@@ -105,7 +95,7 @@ def test_an_int8_product_is_the_same_bits_for_any_company() -> None:
 def test_a_table_gives_the_rows_that_were_asked_for(name: str) -> None:
     table = quantise(matrix(2).reshape(SHAPE[0], -1), format_named(name))
     taken = take_rows(table, jnp.asarray([4, 0, 99]), jnp.dtype("float32"))
-    np.testing.assert_allclose(taken, numpy_values(table)[[4, 0, SHAPE[0] - 1]], rtol=1e-6)
+    np.testing.assert_allclose(taken, stored_numbers(table)[[4, 0, SHAPE[0] - 1]], rtol=1e-6)
 
 
 @pytest.mark.parametrize(("num_inputs", "size"), [(576, 64), (640, 64), (172, 43), (48, 48), (32, 32)])
