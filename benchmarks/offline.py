@@ -24,6 +24,7 @@ from benchmarks.machine import describe, read_bandwidth
 from jaxserve.engine.build import EngineOptions, build_engine
 from jaxserve.loop import HostLoop
 from jaxserve.plan import SamplingParams
+from jaxserve.quantization import RECIPES, precision_of
 from jaxserve.weights import open_checkpoint, resolve_model
 
 STREAMS = (1, 4, 16)
@@ -52,9 +53,11 @@ def prompt(number: int, length: int) -> list[int]:
 class Ours:
     """The library's host loop on its engine."""
 
-    def __init__(self, model: str, deterministic: bool) -> None:
+    def __init__(self, model: str, deterministic: bool, quantize: str | None = None) -> None:
         self.checkpoint = open_checkpoint(resolve_model(model))
-        options = EngineOptions(num_slots=max(STREAMS), max_model_len=1024, deterministic=deterministic)
+        options = EngineOptions(
+            num_slots=max(STREAMS), max_model_len=1024, deterministic=deterministic, quantize=quantize
+        )
         self.engine = build_engine(self.checkpoint, options)
 
     def decode_rate(self, num_streams: int) -> float:
@@ -118,6 +121,7 @@ class Report:
 
     machine: str
     model: str
+    precision: str
     deterministic: bool
     bandwidth: float
     """Bytes a second."""
@@ -178,7 +182,7 @@ def print_report(report: Report) -> None:
     ours = report.rates["jaxserve"]
     theirs = report.rates.get("transformers")
     print(f"machine    {report.machine}")
-    print(f"model      {report.model}, float32, greedy, deterministic={report.deterministic}")
+    print(f"model      {report.model}, {report.precision}, greedy, deterministic={report.deterministic}")
     print(f"bandwidth  {report.bandwidth / 1e9:.1f} GB/s read by a product of one row, this run")
     print(f"{'tokens/s':<14}{'jaxserve':>10}" + (f"{'transformers':>14}{'ratio':>8}" if theirs else ""))
     for question, rate in ours.items():
@@ -199,11 +203,12 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each measurement; the best counts")
     parser.add_argument("--deterministic", action="store_true", help="measure the shape-invariant mode")
+    parser.add_argument("--quantize", choices=RECIPES, help="number formats of the weights")
     parser.add_argument("--no-peer", action="store_true", help="leave transformers out")
     parser.add_argument("--no-start", action="store_true", help="leave the start-up times out")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     args = parser.parse_args()
-    ours = Ours(args.model, args.deterministic)
+    ours = Ours(args.model, args.deterministic, args.quantize)
     contenders: dict[str, Contender] = {"jaxserve": ours}
     has_peer = all(importlib.util.find_spec(name) for name in ("torch", "transformers"))
     if has_peer and not args.no_peer:
@@ -211,9 +216,10 @@ def main() -> None:
     report = Report(
         machine=describe(),
         model=args.model,
+        precision=precision_of(ours.engine.config),
         deterministic=args.deterministic,
         bandwidth=read_bandwidth(),
-        weight_bytes=sum(array.nbytes for _, array in ours.checkpoint.read("float32")),
+        weight_bytes=ours.engine.weight_bytes,
     )
     before = ours.engine.compiles_after_ready
     report.rates = measure_rates(contenders, args.repeats)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from jaxserve.config import EngineConfig, LayerKind, ModelConfig
+from jaxserve.quantization import precision_of
 from jaxserve.scheduling import CacheIdentity
 
 
@@ -15,7 +16,7 @@ def cache_identity(fingerprint: str, config: EngineConfig) -> CacheIdentity:
     """
     numerics = "shape-invariant" if config.deterministic else "plain"
     return CacheIdentity(
-        model=f"{fingerprint} {config.compute_format} {numerics}",
+        model=f"{fingerprint} {precision_of(config)} {numerics}",
         kv_format=config.cache.kv_format,
         attention_share=attention_share(config.model),
     )

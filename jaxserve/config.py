@@ -12,7 +12,7 @@ from typing import Literal
 
 Activation = Literal["silu", "gelu_tanh"]
 FloatFormat = Literal["float32", "bfloat16"]
-KvFormat = Literal["float32", "bfloat16", "int8"]
+KvFormat = Literal["float32", "bfloat16", "int8", "float8_e4m3fn"]
 LogprobsMode = Literal["raw", "processed"]
 
 
@@ -181,6 +181,8 @@ class EngineConfig:
     chunk_rows: tuple[int, ...]
     """The ladder of steps that may hold prompt chunks: rows, any number a sequence."""
     compute_format: FloatFormat = "float32"
+    recipe: str | None = None
+    """Name of the recipe that gives weights their formats; None keeps them in the compute format."""
     max_logprobs: int = 20
     """Most alternatives that a request may ask for at each position."""
     logprobs_mode: LogprobsMode = "raw"

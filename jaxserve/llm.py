@@ -69,8 +69,9 @@ class LLM:
             prefix_caching: start prompts on what earlier ones that began alike have left in the KV pool;
                 answers are the same either way.
             settings: fields of `jaxserve.engine.build.EngineOptions`: `max_model_len` (tokens), `num_slots`
-                (sequences at once), `dtype`, `kv_format`, `page_size` (tokens), `kv_memory` (bytes),
-                `host_kv_memory` (bytes for pages that the KV pool has no room for), `num_pages`,
+                (sequences at once), `dtype`, `quantize` (a recipe, "int8" say), `kv_format`, `page_size`
+                (tokens), `kv_memory` (bytes), `host_kv_memory` (bytes for pages that the KV pool has no
+                room for), `num_pages`,
                 `max_chunk` (token rows of the largest step), `deterministic`, `logprobs_mode`,
                 `max_logprobs`, `speculative` ("ngram" drafts answers by looking them up in their own text;
                 answers are the same either way), `max_drafts` (tokens of an answer in a step).

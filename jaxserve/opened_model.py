@@ -35,7 +35,8 @@ class EngineSettings(TypedDict, total=False):
     max_model_len: int | None
     num_slots: int | None
     dtype: Literal["auto", "float32", "bfloat16"]
-    kv_format: Literal["auto", "float32", "bfloat16", "int8"]
+    quantize: str | None
+    kv_format: Literal["auto", "float32", "bfloat16", "int8", "float8_e4m3fn"]
     page_size: int | None
     kv_memory: int | None
     host_kv_memory: int | None

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxserve.commands.options import parse_size
+from jaxserve.quantization import RECIPES
 from jaxserve.speculation import SPECULATIVE
 
 if TYPE_CHECKING:
@@ -153,6 +154,7 @@ def _name(text: str) -> str:
 
 _KEYS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "dtype": ("dtype", _name),
+    "quantize": ("quantize", _optional(_named("none", *RECIPES))),
     "kv": ("kv_format", _name),
     "kv_format": ("kv_format", _name),
     "kv_memory": ("kv_memory", parse_size),

@@ -40,11 +40,12 @@ def test_the_identity_has_all_that_keys_and_values_depend_on() -> None:
     others = [
         cache_identity("e" * 32, CONFIG),
         cache_identity("f" * 32, replace(CONFIG, compute_format="bfloat16")),
+        cache_identity("f" * 32, replace(CONFIG, recipe="int8")),
         cache_identity("f" * 32, replace(CONFIG, deterministic=True)),
         cache_identity("f" * 32, replace(CONFIG, cache=replace(CONFIG.cache, kv_format="int8"))),
     ]
     keys = {(one.model, one.kv_format) for one in (plain, *others)}
-    assert len(keys) == 5
+    assert len(keys) == 6
 
 
 def test_attention_is_weighed_against_the_matrices() -> None:

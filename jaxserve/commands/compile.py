@@ -7,9 +7,11 @@ import dataclasses
 import json
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from jaxserve.commands.options import parse_size
+from jaxserve.config import KvFormat
+from jaxserve.quantization import RECIPES
 
 if TYPE_CHECKING:
     from jaxserve.config import ModelConfig
@@ -39,7 +41,8 @@ class Compile:
         add("--slots", type=int, default=DEFAULT_DECODE_ROWS[-1], metavar="N", help="sequences at once")
         add("--max-model-len", type=int, metavar="N", help="longest sequence (default: up to 16384)")
         add("--kv-memory", type=parse_size, metavar="SIZE", help="of the pool, all devices together")
-        add("--kv-format", default="auto", choices=["auto", "float32", "bfloat16", "int8"])
+        add("--kv-format", default="auto", choices=["auto", *get_args(KvFormat)])
+        add("--quantize", choices=RECIPES, help="number formats of the weights (default: bfloat16)")
         add("--page-size", type=int, metavar="N", help="tokens on a page (default 64)")
         add("--decode-rows", type=_ladder, default=DEFAULT_DECODE_ROWS, metavar="N,N", help="decode steps")
         add("--chunk-rows", type=_ladder, default=DEFAULT_CHUNK_ROWS, metavar="N,N", help="chunk steps")
@@ -69,6 +72,7 @@ class Compile:
         options = EngineOptions(
             max_model_len=args.max_model_len or min(model.max_position, DEFAULT_MAX_MODEL_LEN),
             num_slots=args.slots,
+            quantize=args.quantize,
             kv_format=args.kv_format,
             page_size=args.page_size,
             kv_memory=args.kv_memory,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
+from jaxserve.config import KvFormat
+from jaxserve.quantization import RECIPES
 from jaxserve.speculation import SPECULATIVE
 
 if TYPE_CHECKING:
@@ -20,6 +22,7 @@ _ENGINE_ARGUMENTS = (
     "kv_memory",
     "host_kv_memory",
     "dtype",
+    "quantize",
     "kv_format",
     "deterministic",
     "max_chunk",
@@ -100,7 +103,8 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         help="of the host, for what the KV pool has no room for (default: none)",
     )
     add("--dtype", default="auto", choices=["auto", "float32", "bfloat16"], help="of weights and activations")
-    add("--kv-format", default="auto", choices=["auto", "float32", "bfloat16", "int8"], help="of the KV pool")
+    add("--quantize", choices=RECIPES, help="number formats of the weights (default: as --dtype)")
+    add("--kv-format", default="auto", choices=["auto", *get_args(KvFormat)], help="of the KV pool")
     add("--speculative", choices=SPECULATIVE, help="draft answers, ngram: as their own text went on before")
     add("--deterministic", action="store_true", help="numerics that do not depend on how work is batched")
 

@@ -12,8 +12,14 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxserve.config import EngineConfig, FloatFormat, ModelConfig
-from jaxserve.engine.build import DEVICE_MEMORY_SHARE, EngineOptions, layer_loop_for, resolve_config
+from jaxserve.config import EngineConfig, ModelConfig
+from jaxserve.engine.build import (
+    DEVICE_MEMORY_SHARE,
+    EngineOptions,
+    layer_loop_for,
+    resolve_config,
+    resolve_dtype,
+)
 from jaxserve.engine.ladder import chunk_shapes, decode_shapes
 from jaxserve.engine.parameters import abstract_parameters
 from jaxserve.engine.shardings import parameter_shardings, state_shardings
@@ -22,6 +28,7 @@ from jaxserve.engine.step import PlanFormat, run_step
 from jaxserve.model.cache import page_layouts
 from jaxserve.model.transformer import Transformer
 from jaxserve.plan import StepPlan, StepShape
+from jaxserve.quantization import recipe_named
 from pallas_kernels.dispatch import Target
 
 
@@ -122,8 +129,9 @@ def prepare_ahead(
 
     Raises ValueError where the mesh does not divide the model, or the weights do not fit.
     """
-    dtype: FloatFormat = "bfloat16" if options.dtype == "auto" else options.dtype
-    params = abstract_parameters(model, dtype, layer_loop_for(platform))
+    dtype = resolve_dtype(options, platform)
+    recipe = recipe_named(options.quantize) if options.quantize else None
+    params = abstract_parameters(model, dtype, layer_loop_for(platform), recipe)
     params = placed(params, parameter_shardings(params, model, mesh))
     free_bytes = int(DEVICE_MEMORY_SHARE * (memory_bytes - shard_bytes(params)))
     if free_bytes <= 0:

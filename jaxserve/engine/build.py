@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import numpy as np
@@ -14,11 +14,12 @@ import numpy as np
 from jaxserve.config import CacheConfig, EngineConfig, FloatFormat, KvFormat, LogprobsMode, ModelConfig
 from jaxserve.engine.compile_cache import compile_counter, enable_compilation_cache
 from jaxserve.engine.engine import DeviceEngine
-from jaxserve.engine.parameters import place_parameters
+from jaxserve.engine.parameters import Named, place_parameters, quantised
 from jaxserve.engine.programs import compile_programs
 from jaxserve.engine.state import MAX_EOS_IDS
 from jaxserve.model.parameters import model_parameters
 from jaxserve.model.transformer import LayerLoop
+from jaxserve.quantization import RECIPES, recipe_named
 from jaxserve.speculation import DEFAULT_MAX_DRAFTS, SPECULATIVE, Speculative
 from jaxserve.weights import Checkpoint, cache_home
 from pallas_kernels.page_layout import PageLayout
@@ -35,7 +36,8 @@ SHAPE_INVARIANT_ROWS = 4
 _SIZES = ("max_model_len", "num_slots", "page_size", "kv_memory", "host_kv_memory", "num_pages", "max_chunk")
 _CHOICES = {
     "dtype": ("auto", "float32", "bfloat16"),
-    "kv_format": ("auto", "float32", "bfloat16", "int8"),
+    "quantize": (None, *RECIPES),
+    "kv_format": ("auto", *get_args(KvFormat)),
     "logprobs_mode": ("raw", "processed"),
     "speculative": (None, *SPECULATIVE),
 }
@@ -51,7 +53,9 @@ class EngineOptions:
     """Sequences that can run at once; by default 16 on CPU, 64 elsewhere."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of weights and activations; float32 on CPU, bfloat16 elsewhere."""
-    kv_format: Literal["auto", "float32", "bfloat16", "int8"] = "auto"
+    quantize: str | None = None
+    """Recipe of the weights, a name of `jaxserve.quantization.RECIPES`; None keeps them in `dtype`."""
+    kv_format: Literal["auto", "float32", "bfloat16", "int8", "float8_e4m3fn"] = "auto"
     """Of the KV pool; by default as `dtype`."""
     page_size: int | None = None
     """Tokens on a page; by default 16 on CPU, 64 elsewhere."""
@@ -113,13 +117,13 @@ def build_engine(
     compile_counter()
     platform = jax.default_backend()
     model = checkpoint.config
-    dtype = _resolve_dtype(options, platform)
+    dtype = resolve_dtype(options, platform)
     max_model_len = _resolve_max_model_len(options, model)
     config = resolve_config(model, options, platform, dtype, max_model_len)
     layer_loop = layer_loop_for(platform)
     # Programs are compiled from shapes alone, so the weights are read meanwhile.
     with ThreadPoolExecutor(1, "jaxserve-load") as pool:
-        loading = _loading(checkpoint, dtype, on_progress)
+        loading = _loading(checkpoint, config, on_progress)
         params = pool.submit(place_parameters, loading, model, layer_loop)
         programs = compile_programs(
             config, layer_loop, on_progress=lambda done, total: on_progress("compile", done, total)
@@ -149,6 +153,7 @@ def resolve_config(
         decode_rows=_ladder(SHAPE_INVARIANT_ROWS if options.deterministic else 1, num_slots),
         chunk_rows=_ladder(_lowest_chunk(options, num_slots), max(max_chunk, num_slots)),
         compute_format=dtype,
+        recipe=_resolve_recipe(options),
         max_logprobs=min(options.max_logprobs, model.vocab_size),
         logprobs_mode=options.logprobs_mode,
         deterministic=options.deterministic,
@@ -191,10 +196,25 @@ def layer_loop_for(platform: str) -> LayerLoop:
     return loops.get(platform, "unrolled")
 
 
-def _resolve_dtype(options: EngineOptions, platform: str) -> FloatFormat:
+def resolve_dtype(options: EngineOptions, platform: str) -> FloatFormat:
+    """Of activations, and of weights that no recipe quantises.
+
+    Raises ValueError where `dtype` and the recipe name different ones.
+    """
+    recipe = recipe_named(options.quantize) if options.quantize else None
+    wanted = recipe.compute_format if recipe else None
     if options.dtype == "auto":
-        return "float32" if platform == "cpu" else "bfloat16"
+        return wanted or ("float32" if platform == "cpu" else "bfloat16")
+    if wanted not in (None, options.dtype):
+        raise ValueError(
+            f"quantize {options.quantize!r} computes in {wanted}, and dtype is {options.dtype!r}"
+        )
     return options.dtype
+
+
+def _resolve_recipe(options: EngineOptions) -> str | None:
+    """The recipe in force: None for one that quantises nothing."""
+    return options.quantize if options.quantize and recipe_named(options.quantize).rules else None
 
 
 def _resolve_max_model_len(options: EngineOptions, model: ModelConfig) -> int:
@@ -245,10 +265,18 @@ def _default_kv_memory(platform: str) -> int:
     return int(DEVICE_MEMORY_SHARE * (stats["bytes_limit"] - stats["bytes_in_use"]))
 
 
-def _loading(
-    checkpoint: Checkpoint, dtype: FloatFormat, on_progress: Progress
+def _loading(checkpoint: Checkpoint, config: EngineConfig, on_progress: Progress) -> Named:
+    """The checkpoint's parameters, one at a time, in the formats that the config says."""
+    if config.recipe is None:
+        return _reported(checkpoint.read(config.compute_format), config, on_progress)
+    named = _reported(checkpoint.read("float32"), config, on_progress)
+    return quantised(named, config.model, recipe_named(config.recipe), config.compute_format)
+
+
+def _reported(
+    named: Iterable[tuple[str, np.ndarray]], config: EngineConfig, on_progress: Progress
 ) -> Iterator[tuple[str, np.ndarray]]:
-    total = sum(1 for _ in model_parameters(checkpoint.config))
-    for number, named in enumerate(checkpoint.read(dtype)):
-        yield named
+    total = sum(1 for _ in model_parameters(config.model))
+    for number, entry in enumerate(named):
+        yield entry
         on_progress("load", number + 1, total)

@@ -47,6 +47,11 @@ class DeviceEngine:
         return self._config
 
     @property
+    def weight_bytes(self) -> int:
+        """Of all parameters, scales included."""
+        return sum(array.nbytes for array in jax.tree.leaves(self._params))
+
+    @property
     def compiles_after_ready(self) -> int:
         """Programs that this process compiled since this engine was ready; each one is a fault."""
         return compile_counter().count - self._compiles_when_ready

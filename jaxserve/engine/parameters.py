@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -13,15 +13,42 @@ import numpy as np
 from jaxserve.config import FloatFormat, ModelConfig
 from jaxserve.model.parameters import EXPERT_NAMES, layer_parameters, model_parameters
 from jaxserve.model.transformer import LayerLoop
+from jaxserve.quantization import Recipe
+from jaxserve.quantization.weight import QuantisedWeight, quantise
+
+Named = Iterable[tuple[str, np.ndarray | jax.Array | QuantisedWeight]]
+"""Canonical names and parameters in the order of `model_parameters`."""
 
 
-def place_parameters(
-    named: Iterable[tuple[str, np.ndarray | jax.Array]], model: ModelConfig, layer_loop: LayerLoop
-) -> dict[str, Any]:
+def quantised(
+    named: Iterable[tuple[str, np.ndarray | jax.Array]],
+    model: ModelConfig,
+    recipe: Recipe,
+    compute_format: FloatFormat,
+) -> Iterator[tuple[str, np.ndarray | jax.Array | QuantisedWeight]]:
+    """Parameters in the formats of a recipe, as they arrive.
+
+    Args:
+        named: canonical names and float32 arrays.
+        model: their model.
+        recipe: what has which format; norms, biases and routers stay float32.
+        compute_format: of what the recipe leaves alone.
+    """
+    infos = dict(model_parameters(model))
+    for name, array in named:
+        info = infos[name]
+        format = None if info.full_precision else recipe.format_of(name)
+        if format is not None:
+            yield name, quantise(array, format, info.num_input_axes)
+        else:
+            yield name, array if info.full_precision else array.astype(jnp.dtype(compute_format))
+
+
+def place_parameters(named: Named, model: ModelConfig, layer_loop: LayerLoop) -> dict[str, Any]:
     """Put parameters on the default device as they arrive, holding one at a time on the host.
 
     Args:
-        named: canonical names and arrays in the order of `model_parameters`.
+        named: the parameters.
         model: their model.
         layer_loop: which parameters become stacks over the repetitions of a segment.
 
@@ -32,35 +59,53 @@ def place_parameters(
     segments: list[list[dict[str, Any]]] = [[{} for _ in segment.pattern] for segment in model.segments]
     for full_name, array in named:
         if not full_name.startswith("layers."):
-            tree[full_name] = jnp.asarray(array)
+            tree[full_name] = jax.tree.map(jnp.asarray, array)
             continue
         _, layer, name = full_name.split(".")
         segment, position, repetition = places[int(layer)]
-        entries = segments[segment][position]
-        if _is_stacked(name, model, int(layer), layer_loop):
-            if name not in entries:
-                count = model.segments[segment].count
-                entries[name] = jnp.zeros((count, *array.shape), array.dtype)
-            entries[name] = _set_repetition(entries[name], array, repetition)
-        else:
-            entries[name] = (*entries.get(name, ()), jnp.asarray(array))
+        entries, count = segments[segment][position], model.segments[segment].count
+        stacked = _is_stacked(name, model, int(layer), layer_loop)
+        entries[name] = _with_repetition(entries.get(name), array, repetition, count, stacked)
     tree["segments"] = tuple(tuple(positions) for positions in segments)
     return tree
 
 
 def abstract_parameters(
-    model: ModelConfig, compute_format: FloatFormat, layer_loop: LayerLoop
+    model: ModelConfig, compute_format: FloatFormat, layer_loop: LayerLoop, recipe: Recipe | None = None
 ) -> dict[str, Any]:
-    """The shapes and types of the tree that `place_parameters` would return."""
+    """The shapes and types of the tree that `place_parameters` would return; a recipe quantises it."""
     names: list[str] = []
     shapes: list[jax.ShapeDtypeStruct] = []
     for name, info in model_parameters(model):
         names.append(name)
-        dtype = jnp.float32 if info.full_precision else jnp.dtype(compute_format)
+        dtype = jnp.float32 if info.full_precision or recipe else jnp.dtype(compute_format)
         shapes.append(jax.ShapeDtypeStruct(info.shape, dtype))
-    return jax.eval_shape(
-        lambda arrays: place_parameters(zip(names, arrays, strict=True), model, layer_loop), shapes
-    )
+
+    def place(arrays: list[jax.Array]) -> dict[str, Any]:
+        named = zip(names, arrays, strict=True)
+        if recipe is None:
+            return place_parameters(named, model, layer_loop)
+        return place_parameters(quantised(named, model, recipe, compute_format), model, layer_loop)
+
+    return jax.eval_shape(place, shapes)
+
+
+def _with_repetition(entry: Any, array: Any, repetition: int, count: int, stacked: bool) -> Any:
+    """A stack of `count`, or a tuple, with one more repetition; `entry` is None for the first."""
+    if isinstance(array, QuantisedWeight):
+        old = entry or QuantisedWeight(None, None, None, array.format)
+        zeros = array.zeros
+        return QuantisedWeight(
+            _with_repetition(old.values, array.values, repetition, count, stacked),
+            _with_repetition(old.scales, array.scales, repetition, count, stacked=True),
+            None if zeros is None else _with_repetition(old.zeros, zeros, repetition, count, stacked=True),
+            array.format,
+        )
+    if not stacked:
+        return (*(entry or ()), jnp.asarray(array))
+    if entry is None:
+        entry = jnp.zeros((count, *array.shape), array.dtype)
+    return _set_repetition(entry, array, repetition)
 
 
 def _is_stacked(name: str, model: ModelConfig, layer: int, layer_loop: LayerLoop) -> bool:

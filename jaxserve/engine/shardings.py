@@ -12,7 +12,8 @@ from jaxserve.config import ModelConfig
 from jaxserve.engine.state import DeviceState
 from jaxserve.model.cache import CACHE_AXES
 from jaxserve.model.parameters import ParameterInfo, layer_parameters, model_parameters
-from sharding import AnyMesh, named_sharding
+from jaxserve.quantization.weight import QuantisedWeight
+from sharding import AnyMesh, named_sharding, num_shards
 
 
 def parameter_shardings(params: Mapping[str, Any], model: ModelConfig, mesh: AnyMesh) -> dict[str, Any]:
@@ -52,8 +53,26 @@ def state_shardings(state: DeviceState, mesh: AnyMesh) -> DeviceState:
 
 
 def _place(entry: Any, info: ParameterInfo, mesh: AnyMesh) -> Any:
-    """The sharding of one array, of a stack of them, or of each of a tuple."""
+    """The sharding of one parameter, of a stack of them, or of each of a tuple."""
+    if not isinstance(entry, QuantisedWeight):
+        return _place_array(entry, info.axes, mesh)
+    # Scales lie with their outputs; those of groups, which are runs of inputs, with their inputs too, unless
+    # a device holds part of a group.
+    first_input = len(info.axes) - info.num_input_axes
+    axes = info.axes[:first_input]
+    if entry.format.group:
+        divides = entry.scales.shape[-1] % num_shards(info.axes[first_input], mesh) == 0
+        axes = (*axes, info.axes[first_input] if divides else None)
+    return QuantisedWeight(
+        _place_array(entry.values, info.axes, mesh),
+        _place_array(entry.scales, axes, mesh),
+        None if entry.zeros is None else _place_array(entry.zeros, axes, mesh),
+        entry.format,
+    )
+
+
+def _place_array(entry: Any, axes: tuple[str | None, ...], mesh: AnyMesh) -> Any:
     if isinstance(entry, tuple):
-        return tuple(named_sharding(array.shape, info.axes, mesh) for array in entry)
-    stacked = len(entry.shape) > len(info.axes)
-    return named_sharding(entry.shape, (None, *info.axes) if stacked else info.axes, mesh)
+        return tuple(named_sharding(array.shape, axes, mesh) for array in entry)
+    stacked = len(entry.shape) > len(axes)
+    return named_sharding(entry.shape, (None, *axes) if stacked else axes, mesh)

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from jaxserve.config import EngineConfig, ModelConfig
 from pallas_kernels.page_layout import PageLayout
 
+_CPU_STORAGE = {"bfloat16": "uint16", "float8_e4m3fn": "uint8"}
+
 CACHE_AXES = (None, "kv_heads", None)
 """Logical axes of a pool and of its scales: both are head-major, so that a shard holds whole heads."""
 
@@ -22,7 +24,7 @@ class CacheGroup:
     pool: jax.Array
     """[num_layers * num_pages, rows, 128] in the group's PageLayout."""
     scales: jax.Array | None
-    """[num_layers * num_pages, scale_rows, scale_lanes] float32 for an int8 pool, else None."""
+    """[num_layers * num_pages, scale_rows, scale_lanes] float32 for a pool of eight bits, else None."""
 
 
 Cache = tuple[CacheGroup, ...]
@@ -52,8 +54,8 @@ def layer_places(model: ModelConfig) -> tuple[LayerPlace, ...]:
 def page_layouts(config: EngineConfig, platform: str) -> tuple[PageLayout, ...]:
     """The layout of each group's pool on a platform."""
     kv_format = config.cache.kv_format
-    # XLA on CPU widens a whole bfloat16 pool to float32 to scatter into it; as integers it is in place.
-    storage = "uint16" if kv_format == "bfloat16" and platform == "cpu" else kv_format
+    # XLA on CPU widens a whole pool of small floats to float32 to scatter into it; integers it leaves alone.
+    storage = _CPU_STORAGE.get(kv_format, kv_format) if platform == "cpu" else kv_format
     return tuple(
         PageLayout(
             page_size=config.cache.page_size,

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxserve.config import ModelConfig
-from jaxserve.model.layers import swiglu
+from jaxserve.model.layers import Weight, product_flat, swiglu
 from pallas_kernels.grouped_mlp import grouped_mlp
 from sharding import per_shard, shard_index, shard_sum
 
-STACK_AXES = (None, "experts", None, None, None), (None, "experts", None, None)
-"""Logical axes of the stacks of gate and up matrices, and of down matrices."""
+STACK_AXES = (None, "experts")
+"""Logical axes of a stack of the experts' matrices, and of a quantised one's scales; others are whole."""
 
 
 def route(x_TD: jax.Array, router_ED: jax.Array, model: ModelConfig) -> tuple[jax.Array, jax.Array]:
@@ -34,8 +34,8 @@ def expert_mlp(
     x_TD: jax.Array,
     valid_T: jax.Array,
     router_ED: jax.Array,
-    gate_up_LE2FD: jax.Array,
-    down_LEDF: jax.Array,
+    gate_up_LE2FD: Weight,
+    down_LEDF: Weight,
     layer: jax.Array | int,
     model: ModelConfig,
     *,
@@ -59,7 +59,7 @@ def expert_mlp(
     run = per_shard(
         functools.partial(_own_experts, model=model, tile_rows=tile_rows, mesh=mesh),
         mesh,
-        in_axes=((), (), (), *STACK_AXES, ()),
+        in_axes=((), (), (), STACK_AXES, STACK_AXES, ()),
         out_axes=(),
     )
     layer = jnp.asarray(layer, jnp.int32)
@@ -70,8 +70,8 @@ def _own_experts(
     x_TD: jax.Array,
     expert_Tk: jax.Array,
     weight_Tk: jax.Array,
-    gate_up_LE2FD: jax.Array,
-    down_LEDF: jax.Array,
+    gate_up_LE2FD: Weight,
+    down_LEDF: Weight,
     layer: jax.Array,
     *,
     model: ModelConfig,
@@ -79,7 +79,7 @@ def _own_experts(
     mesh: Mesh | None,
 ) -> jax.Array:
     """Float32 `[T, D]`: the sum over all devices, each of which sees its part of the experts."""
-    num_own = gate_up_LE2FD.shape[1]
+    num_own = jax.tree.leaves(gate_up_LE2FD)[0].shape[1]
     expert_M = expert_Tk.reshape(-1) - shard_index("experts", mesh) * num_own
     # Other devices' experts, and padding, sort behind every one of ours and are counted in no group.
     expert_M = jnp.where((expert_M >= 0) & (expert_M < num_own), expert_M, num_own)
@@ -89,11 +89,17 @@ def _own_experts(
         x_TD,
         order_M // model.experts_per_token,
         weight_Tk.reshape(-1)[order_M],
-        gate_up_LE2FD.reshape(-1, *gate_up_LE2FD.shape[2:]),
-        down_LEDF.reshape(-1, *down_LEDF.shape[2:]),
+        _joined(gate_up_LE2FD),
+        _joined(down_LEDF),
         jnp.sum(expert_M[:, None] == own_E[None], axis=0, dtype=jnp.int32),
         layer * num_own,
+        multiply=product_flat,
         activate=functools.partial(swiglu, activation=model.activation),
         tile_rows=tile_rows,
     )
     return shard_sum(out_TD, "experts", mesh)
+
+
+def _joined(stack: Weight) -> Weight:
+    """`[L, E, ...]` as `[L * E, ...]`, whatever belongs to the matrices included."""
+    return jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), stack)

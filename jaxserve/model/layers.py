@@ -9,6 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.config import Activation, LayerKind
+from jaxserve.quantization.products import Reach, direct, quantised_product
+from jaxserve.quantization.weight import QuantisedWeight, dequantise
+
+Weight = jax.Array | QuantisedWeight
+"""A matrix `[*out, *in]`."""
 
 _NUM_SUMS = 4
 """Columns of the product that adds up squares."""
@@ -31,33 +36,57 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float, *, exact_order: bool =
     return (wide * jax.lax.rsqrt(mean + eps) * weight).astype(x.dtype)
 
 
-def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
-    """`[T, *out]`: x `[T, *in]` times a weight `[*out, *in]`.
-
-    The axes stay apart, since a weight may be sharded along any of them.
-    """
-    num_inputs = x.ndim - 1
-    num_outputs = weight.ndim - num_inputs
-    contracted = tuple(range(1, x.ndim)), tuple(range(num_outputs, weight.ndim))
-    out = jax.lax.dot_general(
-        x,
-        weight,
-        (contracted, ((), ())),
-        # float32 means float32: TPUs multiply in bfloat16 unless told.
-        precision=jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
-        preferred_element_type=jnp.float32,
-    )
+def linear(x: jax.Array, weight: Weight, bias: jax.Array | None = None) -> jax.Array:
+    """`[T, *out]`: x `[T, *in]` times a weight `[*out, *in]`, in the type of x."""
+    out = product(x, weight)
     if bias is not None:
         out = out + bias[None]
     return out.astype(x.dtype)
 
 
-def linear_flat(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
-    """The same on one device, as a product of two matrices: all that XLA's kernels on CPU are fast at."""
+def product(x: jax.Array, weight: Weight) -> jax.Array:
+    """The same in float32. The axes stay apart, since a weight may be sharded along any of them."""
+    if isinstance(weight, QuantisedWeight):
+        return quantised_product(x, weight, contract, direct(weight.values))
+    return contract(x, weight)
+
+
+def product_flat(x: jax.Array, weight: Weight, reach: Reach | None = None) -> jax.Array:
+    """The same on one device, as a product of two matrices: all that XLA's kernels on CPU are fast at.
+
+    `reach`: how to come by the matrix's numbers where they must be chosen while the program runs.
+    """
+    if isinstance(weight, QuantisedWeight):
+        return quantised_product(x, weight, contract_flat, reach or direct(weight.values))
+    return (reach or direct(weight))(lambda values, x: contract_flat(x, values), x)
+
+
+def contract(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """`[T, *out]`: two arrays multiplied, in float32; integers, exactly, in int32."""
+    num_outputs = weight.ndim - x.ndim + 1
+    contracted = tuple(range(1, x.ndim)), tuple(range(num_outputs, weight.ndim))
+    return jax.lax.dot_general(
+        x,
+        weight,
+        (contracted, ((), ())),
+        # float32 means float32: TPUs multiply in bfloat16 unless told.
+        precision=jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
+        preferred_element_type=jnp.int32 if x.dtype == jnp.int8 else jnp.float32,
+    )
+
+
+def contract_flat(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """The same with the axes of each factor joined to two."""
     num_outputs = weight.ndim - x.ndim + 1
     matrix = weight.reshape(math.prod(weight.shape[:num_outputs]), -1)
-    out = linear(x.reshape(x.shape[0], -1), matrix, None if bias is None else bias.reshape(-1))
+    out = contract(x.reshape(x.shape[0], -1), matrix)
     return out.reshape(-1, *weight.shape[:num_outputs])
+
+
+def take_rows(table: Weight, row_T: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """`[T, D]`: rows of a table `[V, D]`; ids beyond it take its last row."""
+    taken = jax.tree.map(lambda array: jnp.take(array, row_T, axis=0, mode="clip"), table)
+    return dequantise(taken).astype(dtype) if isinstance(taken, QuantisedWeight) else taken
 
 
 def swiglu(gate_up_T2F: jax.Array, activation: Activation) -> jax.Array:

@@ -26,6 +26,8 @@ class ParameterInfo:
     axes: tuple[str | None, ...]
     full_precision: bool = False
     """Kept in float32 whatever the compute format: norms, biases and routers are small and sensitive."""
+    num_input_axes: int = 1
+    """Of a matrix: how many of the last axes are contracted."""
 
 
 def layer_parameters(config: ModelConfig, kind: LayerKind) -> dict[str, ParameterInfo]:
@@ -44,7 +46,9 @@ def layer_parameters(config: ModelConfig, kind: LayerKind) -> dict[str, Paramete
         info["q_norm"] = _norm(head)
         info["k_norm"] = _norm(head)
     info["o"] = ParameterInfo(
-        (hidden, config.num_kv_heads, config.queries_per_kv, head), ("hidden", "kv_heads", None, None)
+        (hidden, config.num_kv_heads, config.queries_per_kv, head),
+        ("hidden", "kv_heads", None, None),
+        num_input_axes=3,
     )
     if config.post_norms:
         info["post_attn_norm"] = _norm(hidden)

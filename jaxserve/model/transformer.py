@@ -10,7 +10,7 @@ Axes: T token rows, S sequences, D hidden, K kv heads, G queries of a kv head, h
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -22,9 +22,19 @@ from jaxserve.config import EngineConfig, LayerKind, ModelConfig, Segment
 from jaxserve.model.attention import write_and_attend
 from jaxserve.model.cache import Cache, LayerPlace, layer_places
 from jaxserve.model.experts import expert_mlp
-from jaxserve.model.layers import apply_rope, linear, linear_flat, rms_norm, rope_tables, swiglu
+from jaxserve.model.layers import (
+    apply_rope,
+    linear,
+    product,
+    product_flat,
+    rms_norm,
+    rope_tables,
+    swiglu,
+    take_rows,
+)
 from jaxserve.model.parameters import EXPERT_NAMES
 from jaxserve.model.rows import Rows
+from jaxserve.quantization.weight import QuantisedWeight
 from pallas_kernels.dispatch import Target
 from pallas_kernels.page_layout import PageLayout
 from pallas_kernels.ragged_paged_attention import AttentionParams
@@ -37,13 +47,14 @@ LayerLoop = Literal["stacked", "switched", "unrolled"]
   copied on CPU, and unrolling compiles the rest of the layer 30 times over; a branch does neither.
 - unrolled (GPU): an array for each layer, and the loop written out.
 
-Norms, biases and routers are small and always stacked. So are experts: their kernel takes the whole stack
-and an offset.
+Norms, biases, routers and the scales of quantised matrices are small and always stacked. So are experts:
+their kernel takes the whole stack and an offset.
 """
 
 Params = Mapping[str, Any]
 """`embed`, `final_norm`, `head` unless tied, and `segments`: for each segment and each position in its
-pattern the layer's parameters by name, an array `[count, ...]` or a tuple of `count` arrays."""
+pattern the layer's parameters by name, an array `[count, ...]` or a tuple of `count` arrays. In place of any
+matrix there may be a `QuantisedWeight`, of such arrays or tuples."""
 
 
 @dataclass(frozen=True)
@@ -61,12 +72,25 @@ class LayerWeights:
         """`[T, *out]`: x `[T, *in]` times one of the layer's matrices, plus its bias if it has one."""
         weight = self.parameters[name]
         bias = self.small(f"{name}_bias") if f"{name}_bias" in self.parameters else None
-        if not isinstance(weight, tuple) or isinstance(self.repetition, int):
-            return linear(x, weight[self.repetition], bias)
-        branches = [functools.partial(linear_flat, weight=matrix, bias=bias) for matrix in weight]
-        return jax.lax.switch(self.repetition, branches, x)
+        values = weight.values if isinstance(weight, QuantisedWeight) else weight
+        if not isinstance(values, tuple) or isinstance(self.repetition, int):
+            return linear(x, jax.tree.map(self._own, weight, is_leaf=lambda x: isinstance(x, tuple)), bias)
 
-    def experts(self, name: str) -> jax.Array:
+        def switch(function: Callable[..., jax.Array], *operands: Any) -> jax.Array:
+            branches = [functools.partial(function, matrix) for matrix in values]
+            return jax.lax.switch(self.repetition, branches, *operands)
+
+        if isinstance(weight, QuantisedWeight):
+            zeros = None if weight.zeros is None else self._own(weight.zeros)
+            weight = QuantisedWeight(None, self._own(weight.scales), zeros, weight.format)
+        out = product_flat(x, weight, switch)
+        return (out if bias is None else out + bias[None]).astype(x.dtype)
+
+    def _own(self, stack: Any) -> jax.Array:
+        """What an array over the repetitions, or a tuple of arrays, has for this one."""
+        return stack[self.repetition]
+
+    def experts(self, name: str) -> Any:
         """The stack `[count, E, ...]` of all repetitions' experts."""
         return self.parameters[name]
 
@@ -95,7 +119,7 @@ class Transformer:
         single: every sequence has exactly one row.
         """
         model = self.model
-        x_TD = jnp.take(params["embed"], token_T, axis=0, mode="clip")
+        x_TD = take_rows(params["embed"], token_T, jnp.dtype(self.config.compute_format))
         if model.embed_scale != 1.0:
             x_TD = x_TD * jnp.asarray(model.embed_scale, x_TD.dtype)
         ropes = {
@@ -114,13 +138,7 @@ class Transformer:
         model = self.model
         normed_RD = self._norm(x_RD, params["final_norm"])
         table_VD = params["embed"] if model.tie_embeddings else params["head"]
-        logits_RV = jax.lax.dot_general(
-            normed_RD,
-            table_VD,
-            (((1,), (1,)), ((), ())),
-            precision=jax.lax.Precision.HIGHEST if normed_RD.dtype == jnp.float32 else None,
-            preferred_element_type=jnp.float32,
-        )
+        logits_RV = product(normed_RD, table_VD)
         if model.logit_softcap:
             logits_RV = model.logit_softcap * jnp.tanh(logits_RV / model.logit_softcap)
         return logits_RV

@@ -18,8 +18,8 @@ WEIGHT_BYTES = {
 """Bytes of a weight by format; int4 with a 2-byte scale for each group of 128. Scales of a whole channel
 are too few to count."""
 
-KV_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
-"""Bytes of a stored number; int8 has a 4-byte scale for each head's key and each head's value besides."""
+KV_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1, "float8_e4m3fn": 1}
+"""Bytes of a stored number; those of one byte have a 4-byte scale for each head's key and value besides."""
 
 _LANES = 128
 
@@ -84,7 +84,7 @@ class Footprint:
     def kv_token_bytes(self, kv_format: str, window: int = 0) -> int:
         """Bytes of one token's keys and values in one layer times the group's layers, without padding."""
         model = self.model
-        scale = 4 if kv_format == "int8" else 0
+        scale = 4 if _kv_bytes(kv_format) == 1 else 0
         head = model.head_size * _kv_bytes(kv_format) + scale
         return 2 * self.layers_of(window) * model.num_kv_heads * head
 
@@ -93,7 +93,7 @@ class Footprint:
         a key and a value sharing one up to head size 64."""
         model = self.model
         half = 64 if model.head_size <= 64 else -(-model.head_size // _LANES) * _LANES
-        scale = 4 if kv_format == "int8" else 0
+        scale = 4 if _kv_bytes(kv_format) == 1 else 0
         head = half * _kv_bytes(kv_format) + scale
         return 2 * self.layers_of(window) * model.num_kv_heads * head * page_size
 

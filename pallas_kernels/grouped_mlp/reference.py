@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,18 +14,17 @@ def grouped_mlp_reference(
     x_TD: jax.Array,
     row_M: jax.Array,
     weight_M: jax.Array,
-    gate_up_X2FD: jax.Array,
-    down_XDF: jax.Array,
+    gate_up_X2FD: Any,
+    down_XDF: Any,
     group_sizes_E: jax.Array,
     first_group: jax.Array | int,
     *,
+    multiply: Callable[[jax.Array, Any], jax.Array],
     activate: Callable[[jax.Array], jax.Array],
     tile_rows: int,
 ) -> jax.Array:
     """See `grouped_mlp`. What a tile reads past its group it drops."""
-    num_rows, hidden = x_TD.shape
-    # Two axes each: the only products that XLA's kernels on CPU are fast at.
-    gate_up_XND = gate_up_X2FD.reshape(gate_up_X2FD.shape[0], -1, hidden)
+    num_rows = x_TD.shape[0]
     group_end_E = jnp.cumsum(group_sizes_E)
     tiles_end_E = jnp.cumsum(-(-group_sizes_E // tile_rows))
     padded_row_M = jnp.pad(row_M, (0, tile_rows))
@@ -38,25 +38,15 @@ def grouped_mlp_reference(
         first = group_end_E[group] - size + (tile - tiles_before) * tile_rows
         row_m = lax.dynamic_slice_in_dim(padded_row_M, first, tile_rows)
         weight_m = lax.dynamic_slice_in_dim(padded_weight_M, first, tile_rows)
-        gate_up_ND = lax.dynamic_index_in_dim(gate_up_XND, first_group + group, keepdims=False)
-        down_DF = lax.dynamic_index_in_dim(down_XDF, first_group + group, keepdims=False)
+        gate_up_2FD, down_DF = jax.tree.map(
+            lambda stack: lax.dynamic_index_in_dim(stack, first_group + group, keepdims=False),
+            (gate_up_X2FD, down_XDF),
+        )
         x_mD = x_TD.at[row_m].get(mode="promise_in_bounds")
-        gate_up_mN = _contract(x_mD, gate_up_ND).astype(x_TD.dtype)
-        hidden_mF = activate(gate_up_mN.reshape(tile_rows, 2, -1))
-        product_mD = _contract(hidden_mF, down_DF) * weight_m[:, None]
+        hidden_mF = activate(multiply(x_mD, gate_up_2FD).astype(x_TD.dtype))
+        product_mD = multiply(hidden_mF, down_DF) * weight_m[:, None]
         # Beyond the array, and no two alike, for choices of the next group.
         target_m = jnp.where(first + lane_m < group_end_E[group], row_m, num_rows + lane_m)
         return out_TD.at[target_m].add(product_mD, mode="drop", unique_indices=True)
 
     return lax.fori_loop(0, tiles_end_E[-1], multiply_tile, jnp.zeros(x_TD.shape, jnp.float32))
-
-
-def _contract(x_mK: jax.Array, weight_NK: jax.Array) -> jax.Array:
-    """`[m, N]` in float32: x times a weight `[out, in]`."""
-    return lax.dot_general(
-        x_mK,
-        weight_NK,
-        (((1,), (1,)), ((), ())),
-        precision=lax.Precision.HIGHEST if x_mK.dtype == jnp.float32 else None,
-        preferred_element_type=jnp.float32,
-    )

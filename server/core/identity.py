@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from jaxserve.config import EngineConfig
 from jaxserve.opened_model import OpenedModel
+from jaxserve.quantization import precision_of
 from jaxserve.text import Tokenizer
 
 
@@ -54,7 +55,7 @@ def identify(
         family=config.model.family,
         fingerprint=model.checkpoint.fingerprint,
         tokenizer_fingerprint=tokenizer_fingerprint(model.tokenizer),
-        precision=config.compute_format,
+        precision=precision_of(config),
         kv_format=config.cache.kv_format,
         device=device,
     )

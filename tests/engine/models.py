@@ -8,13 +8,14 @@ from typing import Any
 
 from jaxserve.config import CacheConfig, EngineConfig
 from jaxserve.engine.engine import DeviceEngine
-from jaxserve.engine.parameters import place_parameters
+from jaxserve.engine.parameters import Named, place_parameters, quantised
 from jaxserve.engine.programs import compile_programs
 from jaxserve.loop import HostLoop
 from jaxserve.model.transformer import LayerLoop
 from jaxserve.outputs import RequestOutput
 from jaxserve.plan import SamplingParams
-from jaxserve.weights import open_checkpoint
+from jaxserve.quantization import recipe_named
+from jaxserve.weights import Checkpoint, open_checkpoint
 
 
 def small_engine(folder: Path, layer_loop: LayerLoop = "switched", **settings: Any) -> DeviceEngine:
@@ -35,8 +36,15 @@ def small_engine(folder: Path, layer_loop: LayerLoop = "switched", **settings: A
         cache=CacheConfig(page_size=16, num_pages=(num_pages,) * len(model.windows), kv_format=kv_format),
         **(defaults | settings),
     )
-    params = place_parameters(checkpoint.read(config.compute_format), model, layer_loop)
+    params = place_parameters(_named_parameters(checkpoint, config), model, layer_loop)
     return DeviceEngine(config, params, compile_programs(config, layer_loop))
+
+
+def _named_parameters(checkpoint: Checkpoint, config: EngineConfig) -> Named:
+    if config.recipe is None:
+        return checkpoint.read(config.compute_format)
+    recipe = recipe_named(config.recipe)
+    return quantised(checkpoint.read("float32"), config.model, recipe, config.compute_format)
 
 
 def serve(

@@ -179,7 +179,7 @@ class SmallPool:
         return self._engine.collect(handle)
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+@pytest.fixture(scope="module", params=["float32", "bfloat16", "int8"])
 def invariant(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> DeviceEngine:
     """A shape-invariant engine that reports the log-probability of every token of the vocabulary."""
     folder: Path = write_tiny_model("gemma3_linear_rope", tmp_path_factory.mktemp("invariant"))
@@ -189,7 +189,8 @@ def invariant(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
         decode_rows=(8,),
         chunk_rows=(4, 16, 64),
         max_logprobs=256,
-        compute_format=request.param,
+        compute_format="bfloat16" if request.param == "bfloat16" else "float32",
+        recipe="int8" if request.param == "int8" else None,
         deterministic=True,
     )
 

@@ -20,14 +20,14 @@ from tests.oracle.tiny_models import write_tiny_model
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> DeviceEngine:
-    """A tiny model over an int8 cache."""
+@pytest.fixture(scope="module", params=["int8", "float8_e4m3fn"])
+def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> DeviceEngine:
+    """A tiny model over a cache of eight bits."""
     folder: Path = write_tiny_model("qwen3", tmp_path_factory.mktemp("qwen3"))
-    return small_engine(folder, kv_format="int8")
+    return small_engine(folder, kv_format=request.param)
 
 
-def test_an_int8_cache_stays_near_float32(engine: DeviceEngine) -> None:
+def test_a_cache_of_eight_bits_stays_near_float32(engine: DeviceEngine) -> None:
     params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, prompt_logprobs=0)
     cases = load_cases("qwen3").cases
     requests = [(case.prompt_ids.tolist(), params) for case in cases]
@@ -38,7 +38,7 @@ def test_an_int8_cache_stays_near_float32(engine: DeviceEngine) -> None:
         rows = zip(output.prompt_logprobs[1:], case.prompt_ids[1:].tolist(), strict=True)
         ours = np.array([row[token].logprob for row, token in rows if row is not None])
         if ours.size:  # Random weights, so that rounding is amplified more than a trained model would.
-            assert 0 < np.abs(ours + case.nll).mean() < 0.05
+            assert 0 < np.abs(ours + case.nll).mean() < 0.1
         assert output.outputs[0].token_ids == other.outputs[0].token_ids
 
 

@@ -25,7 +25,13 @@ def run(
     sizes: jax.Array,
     first: jax.Array,
 ) -> jax.Array:
-    return grouped_mlp(x, row, weight, gate_up, down, sizes, first, activate=product, tile_rows=4)
+    return grouped_mlp(
+        x, row, weight, gate_up, down, sizes, first, multiply=multiply, activate=product, tile_rows=4
+    )
+
+
+def multiply(x_mK: jax.Array, matrix: jax.Array) -> jax.Array:
+    return jnp.tensordot(x_mK, matrix, (1, -1), precision="highest")
 
 
 def product(gate_up_m2F: jax.Array) -> jax.Array:
@@ -78,7 +84,9 @@ def test_shapes_that_disagree_are_named() -> None:
 
     def check(message: str, x: jax.Array, gate_up: jax.Array, down: jax.Array, weight: jax.Array) -> None:
         with pytest.raises(ValueError, match=message):
-            grouped_mlp(x, row, weight, gate_up, down, sizes, 0, activate=product, tile_rows=4)
+            grouped_mlp(
+                x, row, weight, gate_up, down, sizes, 0, multiply=multiply, activate=product, tile_rows=4
+            )
 
     x = jnp.zeros((4, 4))
     check(r"rows \(4, 3\) through \(2, 2, 5, 4\)", jnp.zeros((4, 3)), gate_up, down, weight)

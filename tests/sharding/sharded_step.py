@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import functools
 import json
-from typing import Any
+import sys
+from collections.abc import Iterator
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.config import CacheConfig, EngineConfig, LayerKind, ModelConfig
-from jaxserve.engine.parameters import abstract_parameters
+from jaxserve.engine.parameters import place_parameters, quantised
 from jaxserve.engine.shardings import parameter_shardings, state_shardings
 from jaxserve.engine.slots import load_slot, pack_load
 from jaxserve.engine.state import make_state
 from jaxserve.engine.step import PlanFormat, run_step, unpack_result
 from jaxserve.model.cache import page_layouts
+from jaxserve.model.parameters import model_parameters
 from jaxserve.model.transformer import Transformer
 from jaxserve.plan import PageGrant, SamplingParams, SequencePlan, SlotLoad, StepPlan, StepShape
+from jaxserve.quantization import Recipe, recipe_named
 
 WINDOWED, FULL, EXPERTS = LayerKind(window=12), LayerKind(), LayerKind(experts=True)
 MODEL = ModelConfig(
@@ -46,13 +48,14 @@ DECODE = StepShape(2, 2, 2, decode=True)
 
 
 def main() -> None:
-    """Print the answers without a mesh and with one."""
+    """Print the answers without a mesh and with one; a recipe may be named on the command line."""
     assert jax.device_count() == 8
+    recipe = recipe_named(sys.argv[1]) if len(sys.argv) > 1 else None
     mesh = Mesh(np.array(jax.devices()), ("tensor",))
-    print(json.dumps({"alone": generate(None), "spread": generate(mesh)}))
+    print(json.dumps({"alone": generate(None, recipe), "spread": generate(mesh, recipe)}))
 
 
-def generate(mesh: Mesh | None) -> list[list[int]]:
+def generate(mesh: Mesh | None, recipe: Recipe | None) -> list[list[int]]:
     """The greedy answers to both prompts: one chunk, then decode steps."""
     config = EngineConfig(
         model=MODEL,
@@ -64,7 +67,10 @@ def generate(mesh: Mesh | None) -> list[list[int]]:
     )
     layouts = page_layouts(config, "cpu")
     transformer = Transformer(config, layouts, "stacked", mesh)
-    params = random_parameters(abstract_parameters(MODEL, "float32", "stacked"))
+    named = random_parameters()
+    params = place_parameters(
+        quantised(named, MODEL, recipe, "float32") if recipe else named, MODEL, "stacked"
+    )
     state = make_state(config, layouts)
     if mesh is not None:
         params = jax.device_put(params, parameter_shardings(params, MODEL, mesh))
@@ -110,15 +116,11 @@ def slot_load(slot: int, prompt: list[int], pages: tuple[int, ...]) -> SlotLoad:
     )
 
 
-def random_parameters(shapes: Any) -> Any:
+def random_parameters() -> Iterator[tuple[str, np.ndarray]]:
     """Weights large enough that the answers differ from token to token."""
     rng = np.random.default_rng(0)
-
-    def draw(path: tuple, x: jax.ShapeDtypeStruct) -> jax.Array:
-        centre = 1.0 if "norm" in jax.tree_util.keystr(path) else 0.0
-        return jnp.asarray(rng.normal(centre, 0.3, x.shape).astype(x.dtype))
-
-    return jax.tree_util.tree_map_with_path(draw, shapes)
+    for name, info in model_parameters(MODEL):
+        yield name, rng.normal(1.0 if "norm" in name else 0.0, 0.3, info.shape).astype(np.float32)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from jax.sharding import AbstractMesh, PartitionSpec
@@ -14,6 +15,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 from jaxserve.engine.parameters import abstract_parameters
 from jaxserve.engine.shardings import parameter_shardings
 from jaxserve.model.transformer import LayerLoop
+from jaxserve.quantization import recipe_named
 from tests.sharding.sharded_step import MODEL
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -21,9 +23,10 @@ EIGHT_DEVICES = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform
 
 
 @pytest.mark.slow
-def test_greedy_answers_are_the_same_on_eight_devices_and_on_one() -> None:
+@pytest.mark.parametrize("recipe", [None, "int8", "int4"])
+def test_greedy_answers_are_the_same_on_eight_devices_and_on_one(recipe: str | None) -> None:
     process = subprocess.run(
-        [sys.executable, "-m", "tests.sharding.sharded_step"],
+        [sys.executable, "-m", "tests.sharding.sharded_step", *([recipe] if recipe else [])],
         cwd=REPOSITORY,
         env=os.environ | EIGHT_DEVICES,
         capture_output=True,
@@ -51,6 +54,32 @@ def test_every_matrix_is_cut_and_a_stack_keeps_its_first_axis(layer_loop: LayerL
     assert dense["attn_norm"].spec == PartitionSpec(None, None)
     assert experts["expert_down"].spec == PartitionSpec(None, "tensor", None, None)
     assert experts["router"].spec == PartitionSpec(None, None, None)
+
+
+@pytest.mark.parametrize("layer_loop", ["stacked", "unrolled"])
+def test_scales_are_cut_as_the_outputs_and_groups_that_they_belong_to(layer_loop: LayerLoop) -> None:
+    mesh = AbstractMesh((8,), ("tensor",))
+
+    def shardings(recipe: str) -> Any:
+        params = abstract_parameters(MODEL, "bfloat16", layer_loop, recipe_named(recipe))
+        return parameter_shardings(params, MODEL, mesh)
+
+    by_channel, by_group = shardings("int8"), shardings("int4")
+    assert by_channel["head"].scales.spec == PartitionSpec("tensor")
+    dense, experts = by_channel["segments"][0][0], by_channel["segments"][1][0]
+    assert dense["qkv"].scales.spec == PartitionSpec(None, "tensor", None, None)
+    assert dense["down"].scales.spec == PartitionSpec(None, None)
+    assert experts["expert_gate_up"].scales.spec == PartitionSpec(None, "tensor", None, None)
+    matrix = PartitionSpec("tensor", None, None, None)
+    values = dense["qkv"].values
+    if layer_loop == "stacked":
+        assert values.spec == PartitionSpec(None, *matrix)
+    else:
+        assert [sharding.spec for sharding in values] == [matrix, matrix]
+    # Sixteen heads of 16 and groups of 32: one group for the two query heads of a KV head.
+    assert by_group["segments"][0][0]["o"].scales.spec == PartitionSpec(None, None, "tensor")
+    # Two groups of 32 channels, of which a device has eight.
+    assert by_group["segments"][0][0]["down"].scales.spec == PartitionSpec(None, None, None)
 
 
 def test_a_mesh_that_does_not_divide_the_model_is_refused() -> None:

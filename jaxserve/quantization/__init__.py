@@ -1,0 +1,17 @@
+"""Number formats of weights and the recipes that give each parameter one.
+
+Recipes and formats are plain descriptions, free of jax; `weight` and `products` compute with them.
+"""
+
+from jaxserve.quantization.formats import FORMATS, WeightFormat, format_named
+from jaxserve.quantization.recipes import RECIPES, Recipe, precision_of, recipe_named
+
+__all__ = [
+    "FORMATS",
+    "RECIPES",
+    "Recipe",
+    "WeightFormat",
+    "format_named",
+    "precision_of",
+    "recipe_named",
+]

@@ -1,0 +1,72 @@
+"""Recipes: which format each parameter of a model is stored in, under a name and a version."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from jaxserve.config import EngineConfig, FloatFormat
+from jaxserve.quantization.formats import FORMATS, WeightFormat, format_named
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Rules by parameter name. Norms, biases and routers stay float32 whatever the rules say."""
+
+    name: str
+    version: int
+    """Raised whenever the same checkpoint would give other numbers than before."""
+    rules: tuple[tuple[str, str], ...] = ()
+    """Pairs of a pattern of names (`embed`, `head`, `layers.*.down`) and a format; the first that fits
+    counts. A parameter that none fits keeps the compute format."""
+    compute_format: FloatFormat | None = None
+    """Of activations and of whatever is not quantised; None leaves it to the other options."""
+
+    def __post_init__(self) -> None:
+        for pattern, name in self.rules:
+            if name not in FORMATS:
+                raise ValueError(
+                    f"recipe {self.name!r}, {pattern!r}: weight format {name!r} is not one of "
+                    f"{', '.join(FORMATS)}"
+                )
+
+    @property
+    def label(self) -> str:
+        """Name and version, as receipts and caches know it."""
+        return f"{self.name}@{self.version}"
+
+    def format_of(self, parameter: str) -> WeightFormat | None:
+        """The format of a parameter by its full name; None for the compute format."""
+        for pattern, name in self.rules:
+            if fnmatchcase(parameter, pattern):
+                return format_named(name)
+        return None
+
+
+_RECIPES = (
+    Recipe("f32", 1, compute_format="float32"),
+    Recipe("bf16", 1, compute_format="bfloat16"),
+    Recipe("int8", 1, (("*", "int8"),)),
+    Recipe("int8-weight-only", 1, (("*", "int8-weight-only"),)),
+    Recipe("fp8", 1, (("*", "fp8"),)),
+    # Four bits for a token's only vector, and for the scores of all tokens, lose more than they save.
+    Recipe("int4", 1, (("embed", "int8-weight-only"), ("head", "int8-weight-only"), ("*", "int4-32"))),
+)
+
+RECIPES: Mapping[str, Recipe] = {recipe.name: recipe for recipe in _RECIPES}
+"""Every recipe by its name."""
+
+
+def recipe_named(name: str) -> Recipe:
+    """Raises ValueError, listing the names, for one that is not known."""
+    if name not in RECIPES:
+        raise ValueError(f"quantize {name!r} is not one of {', '.join(RECIPES)}")
+    return RECIPES[name]
+
+
+def precision_of(config: EngineConfig) -> str:
+    """What an engine computes in: the compute format, after the recipe of its weights if they have one."""
+    if config.recipe is None:
+        return config.compute_format
+    return f"{recipe_named(config.recipe).label} {config.compute_format}"

@@ -1,0 +1,103 @@
+"""A quantised matrix as a pytree, made from an array and turned back into one."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from jaxserve.quantization.formats import WeightFormat
+
+INT8_MAX = 127.0
+FP8_MAX = 448.0
+UINT4_MAX = 15
+INT4_MAX = 7
+SMALLEST_SCALE = 1e-30
+"""Of a channel of zeros, which any scale stores exactly. It is a normal number in bfloat16 too."""
+
+
+@flax.struct.dataclass
+class QuantisedWeight:
+    """A matrix `[*out, *in]`, each number `(value - zero) * scale`.
+
+    In the parameter tree of a model the leaves may have leading axes (layers, experts), and `values` may be
+    a tuple of arrays, one for each layer, beside stacked scales.
+    """
+
+    values: Any
+    """`[*out, *in]` in the format's storage; the last axis is half as long where a byte holds two."""
+    scales: Any
+    """`[*out]` float32 for channels, `[*out, groups]` bfloat16 for groups of the flattened inputs."""
+    zeros: Any
+    """uint8 in the form of `scales`, or None for a symmetric format."""
+    format: WeightFormat = flax.struct.field(pytree_node=False)
+
+
+@functools.partial(jax.jit, static_argnames=("format", "num_input_axes"))
+def quantise(array: Any, format: WeightFormat, num_input_axes: int = 1) -> QuantisedWeight:
+    """Round a matrix `[*out, *in]` to a format, to the nearest number that it has.
+
+    Args:
+        array: floating point.
+        format: what to round to.
+        num_input_axes: how many of the last axes are contracted.
+
+    Raises ValueError if two numbers are to share a byte and the last axis is odd.
+    """
+    outputs = array.shape[: array.ndim - num_input_axes]
+    flat = jnp.asarray(array, jnp.float32).reshape(*outputs, -1)
+    if format.storage == "uint4x2":
+        if array.shape[-1] % 2:
+            raise ValueError(f"{format.name} of an array {array.shape}, whose last axis is odd")
+        return _quantise_int4(flat, format, array.shape)
+    largest = INT8_MAX if format.storage == "int8" else FP8_MAX
+    scales = jnp.maximum(jnp.max(jnp.abs(flat), axis=-1) / largest, SMALLEST_SCALE)
+    scaled = jnp.clip(flat / scales[..., None], -largest, largest)
+    values = (jnp.round(scaled) if format.storage == "int8" else scaled).astype(jnp.dtype(format.storage))
+    return QuantisedWeight(values.reshape(array.shape), scales, None, format)
+
+
+def dequantise(weight: QuantisedWeight) -> jax.Array:
+    """Float32 `[*out, *in]`."""
+    if weight.format.storage != "uint4x2":
+        values = weight.values.astype(jnp.float32)
+        missing = tuple(range(weight.scales.ndim, values.ndim))
+        return values * jnp.expand_dims(weight.scales, missing)
+    values = unpack_nibbles(weight.values)
+    zeros = INT4_MAX + 1 if weight.zeros is None else weight.zeros[..., None].astype(jnp.int32)
+    grouped = values.reshape(*weight.scales.shape, -1) - zeros
+    return (grouped.astype(jnp.float32) * weight.scales[..., None].astype(jnp.float32)).reshape(values.shape)
+
+
+def pack_nibbles(values: jax.Array) -> jax.Array:
+    """uint8 of half the last axis: each byte two neighbours of 0 to 15, the first in its low half."""
+    pairs = values.astype(jnp.uint8).reshape(*values.shape[:-1], -1, 2)
+    return pairs[..., 0] | (pairs[..., 1] << 4)
+
+
+def unpack_nibbles(packed: jax.Array) -> jax.Array:
+    """The int32 numbers that `pack_nibbles` packed."""
+    pairs = jnp.stack([packed & 0x0F, packed >> 4], axis=-1).astype(jnp.int32)
+    return pairs.reshape(*packed.shape[:-1], -1)
+
+
+def _quantise_int4(flat: jax.Array, format: WeightFormat, shape: tuple[int, ...]) -> QuantisedWeight:
+    """Of `[*out, in]`; the scale is rounded first, so that values are the nearest ones under it."""
+    groups = flat.reshape(*flat.shape[:-1], -1, format.group_size(flat.shape[-1]))
+    if format.zeros:
+        low, high = jnp.minimum(jnp.min(groups, -1), 0.0), jnp.maximum(jnp.max(groups, -1), 0.0)
+        scales = _stored_scales((high - low) / UINT4_MAX)
+        zeros = jnp.clip(jnp.round(-low / scales.astype(jnp.float32)), 0, UINT4_MAX)
+    else:
+        scales = _stored_scales(jnp.max(jnp.abs(groups), -1) / INT4_MAX)
+        zeros = jnp.full(scales.shape, INT4_MAX + 1, jnp.float32)
+    values = jnp.round(groups / scales[..., None].astype(jnp.float32)) + zeros[..., None]
+    packed = pack_nibbles(jnp.clip(values, 0, UINT4_MAX).reshape(shape))
+    return QuantisedWeight(packed, scales, zeros.astype(jnp.uint8) if format.zeros else None, format)
+
+
+def _stored_scales(scales: jax.Array) -> jax.Array:
+    return jnp.maximum(scales, SMALLEST_SCALE).astype(jnp.bfloat16)
