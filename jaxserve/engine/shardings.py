@@ -56,9 +56,7 @@ def _place(entry: Any, info: ParameterInfo, mesh: AnyMesh) -> Any:
     """The sharding of one parameter, of a stack of them, or of each of a tuple."""
     if not isinstance(entry, QuantisedWeight):
         return _place_array(entry, info.axes, mesh)
-    # Scales lie with their outputs; those of groups, which are runs of inputs, with their inputs too.
-    first_input = len(info.axes) - info.num_input_axes
-    axes = info.axes[: first_input + 1] if entry.format.group else info.axes[:first_input]
+    axes = info.scale_axes(grouped=entry.format.group > 0)
     return QuantisedWeight(
         _place_array(entry.values, info.axes, mesh),
         _place_array(entry.scales, axes, mesh),
