@@ -53,18 +53,18 @@ def prompt(number: int, length: int) -> list[int]:
 class Ours:
     """The library's host loop on its engine."""
 
-    def __init__(self, model: str, deterministic: bool, quantize: str | None = None) -> None:
+    def __init__(self, model: str, num_slots: int = max(STREAMS), **options: Any) -> None:
+        """`options`: further fields of `EngineOptions`."""
         self.checkpoint = open_checkpoint(resolve_model(model))
-        options = EngineOptions(
-            num_slots=max(STREAMS), max_model_len=1024, deterministic=deterministic, quantize=quantize
+        self.engine = build_engine(
+            self.checkpoint, EngineOptions(num_slots=num_slots, max_model_len=1024, **options)
         )
-        self.engine = build_engine(self.checkpoint, options)
 
-    def decode_rate(self, num_streams: int) -> float:
+    def decode_rate(self, num_streams: int, prompt_len: int = PROMPT_LEN) -> float:
         loop = HostLoop(self.engine)
         params = SamplingParams(temperature=0, max_tokens=ANSWER_LEN, ignore_eos=True)
         for number in range(num_streams):
-            loop.add(str(number), prompt(number, PROMPT_LEN), params)
+            loop.add(str(number), prompt(number, prompt_len), params)
         waiting = {str(number) for number in range(num_streams)}
         num_tokens, started = 0, 0.0
         for delta in loop.run_until_idle():
@@ -208,7 +208,7 @@ def main() -> None:
     parser.add_argument("--no-start", action="store_true", help="leave the start-up times out")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     args = parser.parse_args()
-    ours = Ours(args.model, args.deterministic, args.quantize)
+    ours = Ours(args.model, deterministic=args.deterministic, quantize=args.quantize)
     contenders: dict[str, Contender] = {"jaxserve": ours}
     has_peer = all(importlib.util.find_spec(name) for name in ("torch", "transformers"))
     if has_peer and not args.no_peer:

@@ -21,7 +21,14 @@ from jaxserve.scheduling.page_swap import PageSwap
 from jaxserve.speculation import Speculation, Speculative, named_speculation
 from jaxserve.structured import CompiledGrammar, GrammarCompiler
 from jaxserve.text import AnswerText, Tokenizer
-from jaxserve.weights import Checkpoint, open_checkpoint, resolve_model
+from jaxserve.weights import (
+    Checkpoint,
+    ConvertedCheckpoint,
+    is_converted,
+    open_checkpoint,
+    open_converted,
+    resolve_model,
+)
 from jaxserve.weights.generation_config import read_sampling_defaults
 
 if TYPE_CHECKING:
@@ -54,7 +61,7 @@ class EngineSettings(TypedDict, total=False):
 class OpenedModel:
     """A model whose files have been read as far as their headers: cheap, and free of jax."""
 
-    checkpoint: Checkpoint
+    checkpoint: Checkpoint | ConvertedCheckpoint
     """Its end-of-sequence ids are the config's and the tokenizer's together."""
     tokenizer: Tokenizer
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -86,14 +93,16 @@ def open_model(name: str | os.PathLike[str], *, progress: bool = False) -> Opene
     """Find a model and read its headers and tokenizer, downloading it first if need be.
 
     Args:
-        name: a catalogue name, a folder in Hugging Face layout, a `.gguf` file, or a hub id.
+        name: a catalogue name, a folder in Hugging Face layout or from `jaxserve convert`, a `.gguf` file,
+            or a hub id.
         progress: show bars on standard error during a download.
 
     Raises:
         ValueError: no such model, or one that is damaged or not supported.
         PullError: a download failed.
     """
-    checkpoint = open_checkpoint(resolve_model(os.fspath(name), progress=progress))
+    path = resolve_model(os.fspath(name), progress=progress)
+    checkpoint = open_converted(path) if is_converted(path) else open_checkpoint(path)
     if checkpoint.metadata is None:
         tokenizer = Tokenizer.from_folder(checkpoint.path)
     else:

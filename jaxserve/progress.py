@@ -9,7 +9,11 @@ from types import TracebackType
 
 from tqdm.auto import tqdm  # pyright: ignore[reportMissingModuleSource]
 
-_WORDS = {"load": ("Loading", "tensors"), "compile": ("Compiling", "programs")}
+_WORDS = {
+    "load": ("Loading", "tensors"),
+    "compile": ("Compiling", "programs"),
+    "convert": ("Converting", "tensors"),
+}
 _DELAY_SECONDS = 1.0
 
 

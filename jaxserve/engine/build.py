@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
 import jax
-import numpy as np
 
 from jaxserve.config import CacheConfig, EngineConfig, FloatFormat, KvFormat, LogprobsMode, ModelConfig
 from jaxserve.engine.compile_cache import compile_counter, enable_compilation_cache
@@ -19,9 +18,9 @@ from jaxserve.engine.programs import compile_programs
 from jaxserve.engine.state import MAX_EOS_IDS
 from jaxserve.model.parameters import model_parameters
 from jaxserve.model.transformer import LayerLoop
-from jaxserve.quantization import RECIPES, recipe_named
+from jaxserve.quantization import RECIPES, recipe_named, recipe_of_label
 from jaxserve.speculation import DEFAULT_MAX_DRAFTS, SPECULATIVE, Speculative
-from jaxserve.weights import Checkpoint, cache_home
+from jaxserve.weights import Checkpoint, ConvertedCheckpoint, cache_home
 from pallas_kernels.page_layout import PageLayout
 
 Progress = Callable[[str, int, int], None]
@@ -107,7 +106,10 @@ def engine_options(settings: Mapping[str, Any]) -> EngineOptions:
 
 
 def build_engine(
-    checkpoint: Checkpoint, options: EngineOptions, *, on_progress: Progress = lambda stage, done, total: None
+    checkpoint: Checkpoint | ConvertedCheckpoint,
+    options: EngineOptions,
+    *,
+    on_progress: Progress = lambda stage, done, total: None,
 ) -> DeviceEngine:
     """Load a model and compile its steps.
 
@@ -117,6 +119,7 @@ def build_engine(
     compile_counter()
     platform = jax.default_backend()
     model = checkpoint.config
+    options = _with_recipe(options, checkpoint)
     dtype = resolve_dtype(options, platform)
     max_model_len = _resolve_max_model_len(options, model)
     config = resolve_config(model, options, platform, dtype, max_model_len)
@@ -212,6 +215,22 @@ def resolve_dtype(options: EngineOptions, platform: str) -> FloatFormat:
     return options.dtype
 
 
+def _with_recipe(options: EngineOptions, checkpoint: Checkpoint | ConvertedCheckpoint) -> EngineOptions:
+    """The options with the recipe that the parameters have been quantised with, if they have.
+
+    Raises ValueError where the options ask for another.
+    """
+    if isinstance(checkpoint, Checkpoint) or checkpoint.recipe is None:
+        return options
+    name = recipe_of_label(checkpoint.recipe).name
+    if options.quantize not in (None, name):
+        raise ValueError(
+            f"quantize {options.quantize!r}, but {checkpoint.path} has been quantised as {name!r}; "
+            "name the model that it was made from"
+        )
+    return replace(options, quantize=name)
+
+
 def _resolve_recipe(options: EngineOptions) -> str | None:
     """The recipe in force: None for one that quantises nothing."""
     return options.quantize if options.quantize and recipe_named(options.quantize).rules else None
@@ -265,17 +284,26 @@ def _default_kv_memory(platform: str) -> int:
     return int(DEVICE_MEMORY_SHARE * (stats["bytes_limit"] - stats["bytes_in_use"]))
 
 
-def _loading(checkpoint: Checkpoint, config: EngineConfig, on_progress: Progress) -> Named:
+def _loading(
+    checkpoint: Checkpoint | ConvertedCheckpoint, config: EngineConfig, on_progress: Progress
+) -> Named:
     """The checkpoint's parameters, one at a time, in the formats that the config says."""
-    if config.recipe is None:
-        return _reported(checkpoint.read(config.compute_format), config, on_progress)
-    named = _reported(checkpoint.read("float32"), config, on_progress)
-    return quantised(named, config.model, recipe_named(config.recipe), config.compute_format)
+    recipe = None
+    if config.recipe is not None and (isinstance(checkpoint, Checkpoint) or checkpoint.recipe is None):
+        recipe = recipe_named(config.recipe)
+    read_format = "float32" if recipe else config.compute_format
+    if isinstance(checkpoint, Checkpoint):
+        named = checkpoint.read(read_format)
+    else:
+        # Imported here: Orbax takes half a second.
+        from jaxserve.converted.parameters import restore_parameters
+
+        named = restore_parameters(checkpoint, read_format)
+    named = _reported(named, config, on_progress)
+    return quantised(named, config.model, recipe, config.compute_format) if recipe else named
 
 
-def _reported(
-    named: Iterable[tuple[str, np.ndarray]], config: EngineConfig, on_progress: Progress
-) -> Iterator[tuple[str, np.ndarray]]:
+def _reported(named: Named, config: EngineConfig, on_progress: Progress) -> Iterator[tuple[str, Any]]:
     total = sum(1 for _ in model_parameters(config.model))
     for number, entry in enumerate(named):
         yield entry

@@ -56,13 +56,10 @@ def _place(entry: Any, info: ParameterInfo, mesh: AnyMesh) -> Any:
     """The sharding of one parameter, of a stack of them, or of each of a tuple."""
     if not isinstance(entry, QuantisedWeight):
         return _place_array(entry, info.axes, mesh)
-    # Scales lie with their outputs; those of groups, which are runs of inputs, with their inputs too, unless
-    # a device holds part of a group.
-    first_input = len(info.axes) - info.num_input_axes
-    axes = info.axes[:first_input]
-    if entry.format.group:
-        divides = entry.scales.shape[-1] % num_shards(info.axes[first_input], mesh) == 0
-        axes = (*axes, info.axes[first_input] if divides else None)
+    grouped = entry.format.group > 0
+    axes = info.scale_axes(grouped)
+    if grouped and entry.scales.shape[-1] % num_shards(axes[-1], mesh):
+        axes = (*axes[:-1], None)  # A device holds part of a group.
     return QuantisedWeight(
         _place_array(entry.values, info.axes, mesh),
         _place_array(entry.scales, axes, mesh),

@@ -29,6 +29,12 @@ class ParameterInfo:
     num_input_axes: int = 1
     """Of a matrix: how many of the last axes are contracted."""
 
+    def scale_axes(self, grouped: bool) -> tuple[str | None, ...]:
+        """Logical axes of a quantised matrix's scales: they lie with their outputs; those of groups, which
+        are runs of inputs, with their inputs too."""
+        first_input = len(self.axes) - self.num_input_axes
+        return self.axes[: first_input + 1] if grouped else self.axes[:first_input]
+
 
 def layer_parameters(config: ModelConfig, kind: LayerKind) -> dict[str, ParameterInfo]:
     """The parameters of one layer of the given kind, by name, in a fixed order."""

@@ -4,7 +4,7 @@ Recipes and formats are plain descriptions, free of jax; `weight` and `products`
 """
 
 from jaxserve.quantization.formats import FORMATS, WeightFormat, format_named
-from jaxserve.quantization.recipes import RECIPES, Recipe, precision_of, recipe_named
+from jaxserve.quantization.recipes import RECIPES, Recipe, precision_of, recipe_named, recipe_of_label
 
 __all__ = [
     "FORMATS",
@@ -14,4 +14,5 @@ __all__ = [
     "format_named",
     "precision_of",
     "recipe_named",
+    "recipe_of_label",
 ]

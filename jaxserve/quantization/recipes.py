@@ -65,6 +65,15 @@ def recipe_named(name: str) -> Recipe:
     return RECIPES[name]
 
 
+def recipe_of_label(label: str) -> Recipe:
+    """The recipe that has this name and version. Raises ValueError where this version has another."""
+    recipe = RECIPES.get(label.partition("@")[0])
+    if recipe is None or recipe.label != label:
+        known = ", ".join(one.label for one in RECIPES.values())
+        raise ValueError(f"recipe {label!r} is not one of this version's: {known}")
+    return recipe
+
+
 def precision_of(config: EngineConfig) -> str:
     """What an engine computes in: the compute format, after the recipe of its weights if they have one."""
     if config.recipe is None:

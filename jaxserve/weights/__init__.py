@@ -2,15 +2,19 @@
 
 from jaxserve.weights.catalogue import CATALOGUE, CatalogueEntry, PullError, cache_home, pull
 from jaxserve.weights.checkpoint import Checkpoint, open_checkpoint
+from jaxserve.weights.converted import ConvertedCheckpoint, is_converted, open_converted
 from jaxserve.weights.sources import resolve_model
 
 __all__ = [
     "CATALOGUE",
     "CatalogueEntry",
     "Checkpoint",
+    "ConvertedCheckpoint",
     "PullError",
     "cache_home",
+    "is_converted",
     "open_checkpoint",
+    "open_converted",
     "pull",
     "resolve_model",
 ]

@@ -46,6 +46,12 @@ class Checkpoint:
     _naming: Naming
     _tensors: Mapping[str, StoredTensor]
 
+    @property
+    def natural_format(self) -> FloatFormat:
+        """The narrower of the formats that keeps every number: bfloat16 where all matrices are."""
+        matrices = (tensor for tensor in self._tensors.values() if len(tensor.shape) > 1)
+        return "bfloat16" if all(tensor.encoding.name == "BF16" for tensor in matrices) else "float32"
+
     def read(self, compute_format: FloatFormat) -> Iterator[tuple[str, np.ndarray]]:
         """The parameters of `model_parameters(config)`, in its order and shapes, as they are asked for.
 

@@ -9,6 +9,7 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from jaxserve.weights.catalogue import CATALOGUE, PullError, pull
+from jaxserve.weights.manifest import MANIFEST
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt"]
@@ -21,7 +22,7 @@ def resolve_model(name: str, *, progress: bool = True) -> Path:
     """The folder or GGUF file that a model's name stands for, downloaded first if need be.
 
     `name` is, in this order: a catalogue name (`smollm2-135m`; `./smollm2-135m` is a folder of that name),
-    a folder in Hugging Face layout, a `.gguf` file, or a hub id (`owner/name`).
+    a folder in Hugging Face layout or from `jaxserve convert`, a `.gguf` file, or a hub id (`owner/name`).
 
     Raises ValueError for a name that is none of these, PullError where a download fails.
     """
@@ -29,7 +30,7 @@ def resolve_model(name: str, *, progress: bool = True) -> Path:
         return pull(name, progress=progress)
     path = Path(name).expanduser()
     if name and path.is_dir():
-        if not (path / "config.json").exists():
+        if not any((path / name).exists() for name in ("config.json", MANIFEST)):
             raise ValueError(f"{path}: a folder without config.json; {_forms()}")
         return path
     if path.is_file():

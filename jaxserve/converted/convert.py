@@ -1,0 +1,136 @@
+"""Writes a model as the engine has it, once, to start from ever after."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jaxserve.config import FloatFormat
+from jaxserve.converted.parameters import GROUP_BYTES, Parameter, save_parameters
+from jaxserve.engine.parameters import quantised
+from jaxserve.model.parameters import model_parameters
+from jaxserve.quantization import Recipe
+from jaxserve.weights import Checkpoint
+from jaxserve.weights.converted import GGUF_METADATA
+from jaxserve.weights.manifest import FileEntry, Manifest
+
+if TYPE_CHECKING:
+    from jaxserve.weights.converted import ConvertedCheckpoint
+
+TEXT_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.json",
+    "*.jinja",
+    "additional_chat_templates/*.jinja",
+)
+"""What else of a folder in Hugging Face layout goes along, as it is."""
+
+
+def convert(
+    checkpoint: Checkpoint | ConvertedCheckpoint,
+    out: Path,
+    *,
+    recipe: Recipe | None = None,
+    compute_format: FloatFormat | None = None,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    group_bytes: int = GROUP_BYTES,
+) -> Manifest:
+    """Write a model to a new folder, which any engine opens as it opens the source.
+
+    Whatever interrupts it, `out` is there whole or not at all.
+
+    Args:
+        checkpoint: the source.
+        out: the folder; must not exist.
+        recipe: quantises the parameters; None keeps them as they are.
+        compute_format: of what is not quantised; by default bfloat16 if the source is, else float32.
+        on_progress: called with the number of parameters written so far, and of all.
+        group_bytes: of parameters held in memory at a time.
+
+    Raises ValueError if `out` exists, if the source has been converted before, or for a recipe of another
+    compute format.
+    """
+    if not isinstance(checkpoint, Checkpoint):
+        raise ValueError(f"{checkpoint.path} has been converted already; name the model it was made from")
+    if out.exists():
+        raise ValueError(f"{out} exists; name a folder that does not")
+    stored = _stored_format(checkpoint, recipe, compute_format)
+    recipe = recipe if recipe and recipe.rules else None
+    out.parent.mkdir(parents=True, exist_ok=True)
+    # Under a name that nobody looks for until all of it is there.
+    partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    try:
+        named = _reported(_read(checkpoint, recipe, stored), checkpoint, on_progress)
+        groups = save_parameters(named, partial, group_bytes)
+        _copy_text(checkpoint, partial)
+        manifest = Manifest(
+            model=checkpoint.config,
+            recipe=recipe.label if recipe else None,
+            compute_format=stored,
+            source=checkpoint.fingerprint,
+            groups=groups,
+            files=_entries(partial),
+        )
+        manifest.write(partial)
+        partial.chmod(0o777 & ~_umask())
+        partial.rename(out)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return manifest
+
+
+def _stored_format(checkpoint: Checkpoint, recipe: Recipe | None, asked: FloatFormat | None) -> FloatFormat:
+    of_recipe = recipe.compute_format if recipe else None
+    if recipe and of_recipe and asked not in (None, of_recipe):
+        raise ValueError(f"recipe {recipe.name!r} is {of_recipe}, and {asked} was asked for")
+    return asked or of_recipe or checkpoint.natural_format
+
+
+def _read(
+    checkpoint: Checkpoint, recipe: Recipe | None, compute_format: FloatFormat
+) -> Iterable[tuple[str, Parameter]]:
+    if recipe is None:
+        return checkpoint.read(compute_format)
+    return quantised(checkpoint.read("float32"), checkpoint.config, recipe, compute_format)
+
+
+def _reported(
+    named: Iterable[tuple[str, Parameter]], checkpoint: Checkpoint, on_progress: Callable[[int, int], None]
+) -> Iterator[tuple[str, Parameter]]:
+    total = sum(1 for _ in model_parameters(checkpoint.config))
+    for number, entry in enumerate(named):
+        yield entry
+        on_progress(number + 1, total)
+
+
+def _copy_text(checkpoint: Checkpoint, folder: Path) -> None:
+    """Tokenizer, chat template, sampling defaults."""
+    if checkpoint.metadata is not None:
+        (folder / GGUF_METADATA).write_text(json.dumps(checkpoint.metadata), encoding="utf-8")
+        return
+    for pattern in TEXT_FILES:
+        for source in sorted(checkpoint.path.glob(pattern)):
+            target = folder / source.relative_to(checkpoint.path)
+            target.parent.mkdir(exist_ok=True)
+            shutil.copyfile(source, target)
+
+
+def _entries(folder: Path) -> dict[str, FileEntry]:
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return {path.relative_to(folder).as_posix(): FileEntry.of(path) for path in files}
+
+
+def _umask() -> int:
+    """Of the process, which can only be read by setting it."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

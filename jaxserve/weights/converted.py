@@ -1,0 +1,78 @@
+"""A converted model as found on disk: everything but its numbers has been read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxserve.config import FloatFormat, ModelConfig
+from jaxserve.model.parameters import model_parameters
+from jaxserve.weights.manifest import MANIFEST, PARAMETERS, Manifest, check_hashes, check_sizes
+
+GGUF_METADATA = "gguf_metadata.json"
+"""What a GGUF file said beside its tensors, tokenizer included, where the source was one."""
+
+
+@dataclass(frozen=True)
+class ConvertedCheckpoint:
+    """A folder that `jaxserve convert` wrote; its files have the sizes they were written with."""
+
+    path: Path
+    config: ModelConfig
+    metadata: Mapping[str, Any] | None
+    """All metadata of the GGUF file that it was made from, as plain Python values; None for a folder."""
+    fingerprint: str
+    """Changes with the model, the recipe and every number."""
+    recipe: str | None
+    """Label of the recipe that its parameters were quantised with, name and version; None for none."""
+    compute_format: FloatFormat
+    """Of the parameters that are neither quantised nor kept in float32."""
+    groups: tuple[tuple[str, ...], ...]
+    """Names of the parameters in each Orbax checkpoint; see `group_folder`."""
+
+    def group_folder(self, index: int) -> Path:
+        """Where one of the Orbax checkpoints lies."""
+        return group_folder(self.path, index)
+
+    def verify(self) -> None:
+        """Read every file whole. Raises ValueError, naming it, for one that is not what was written."""
+        manifest = Manifest.read(self.path)
+        check_hashes(self.path, manifest, manifest.files)
+
+
+def is_converted(path: Path) -> bool:
+    """Whether it is a folder with a manifest."""
+    return (path / MANIFEST).is_file()
+
+
+def group_folder(folder: Path, index: int) -> Path:
+    """Where one of a converted model's Orbax checkpoints lies."""
+    return folder / PARAMETERS / f"{index:03d}"
+
+
+def open_converted(path: Path) -> ConvertedCheckpoint:
+    """Read the manifest of a folder and hold its files against it, those of the parameters by size alone.
+
+    Raises ValueError, naming the file, for one that is missing or damaged.
+    """
+    manifest = Manifest.read(path)
+    check_sizes(path, manifest)
+    check_hashes(path, manifest, (name for name in manifest.files if not name.startswith(PARAMETERS)))
+    expected = [name for name, _ in model_parameters(manifest.model)]
+    if [name for group in manifest.groups for name in group] != expected:
+        raise ValueError(f"{path}: its parameters are not those of its model")
+    metadata = None
+    if GGUF_METADATA in manifest.files:
+        metadata = json.loads((path / GGUF_METADATA).read_text(encoding="utf-8"))
+    return ConvertedCheckpoint(
+        path,
+        manifest.model,
+        metadata,
+        manifest.fingerprint,
+        manifest.recipe,
+        manifest.compute_format,
+        manifest.groups,
+    )
