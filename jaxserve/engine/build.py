@@ -18,7 +18,7 @@ from jaxserve.engine.parameters import place_parameters
 from jaxserve.engine.programs import compile_programs
 from jaxserve.engine.state import MAX_EOS_IDS
 from jaxserve.model.parameters import model_parameters
-from jaxserve.model.transformer import LayerLoop
+from jaxserve.model.transformer import LayerLoop, Params
 from jaxserve.speculation import DEFAULT_MAX_DRAFTS, SPECULATIVE, Speculative
 from jaxserve.weights import Checkpoint, cache_home
 from pallas_kernels.page_layout import PageLayout
@@ -103,28 +103,45 @@ def engine_options(settings: Mapping[str, Any]) -> EngineOptions:
 
 
 def build_engine(
-    checkpoint: Checkpoint, options: EngineOptions, *, on_progress: Progress = lambda stage, done, total: None
+    checkpoint: Checkpoint,
+    options: EngineOptions,
+    *,
+    params: Params | None = None,
+    on_progress: Progress = lambda stage, done, total: None,
 ) -> DeviceEngine:
-    """Load a model and compile its steps.
+    """Load a model and compile its steps. `params` are its parameters if `load_parameters` has read them.
+
+    Raises ValueError, naming the value and the limit, for options that the model or the machine cannot meet.
+    """
+    config = configure(checkpoint.config, options)
+    layer_loop = layer_loop_for(jax.default_backend())
+    # Programs are compiled from shapes alone, so the weights are read meanwhile.
+    with ThreadPoolExecutor(1, "jaxserve-load") as pool:
+        loaded = pool.submit(lambda: params or load_parameters(checkpoint, config, on_progress))
+        programs = compile_programs(
+            config, layer_loop, on_progress=lambda done, total: on_progress("compile", done, total)
+        )
+        return DeviceEngine(config, loaded.result(), programs)
+
+
+def configure(model: ModelConfig, options: EngineOptions) -> EngineConfig:
+    """What an engine of these options compiles against, on this machine; its compilation cache is ready then.
 
     Raises ValueError, naming the value and the limit, for options that the model or the machine cannot meet.
     """
     enable_compilation_cache(cache_home() / "compiled")
     compile_counter()
     platform = jax.default_backend()
-    model = checkpoint.config
     dtype = _resolve_dtype(options, platform)
-    max_model_len = _resolve_max_model_len(options, model)
-    config = resolve_config(model, options, platform, dtype, max_model_len)
-    layer_loop = layer_loop_for(platform)
-    # Programs are compiled from shapes alone, so the weights are read meanwhile.
-    with ThreadPoolExecutor(1, "jaxserve-load") as pool:
-        loading = _loading(checkpoint, dtype, on_progress)
-        params = pool.submit(place_parameters, loading, model, layer_loop)
-        programs = compile_programs(
-            config, layer_loop, on_progress=lambda done, total: on_progress("compile", done, total)
-        )
-        return DeviceEngine(config, params.result(), programs)
+    return resolve_config(model, options, platform, dtype, _resolve_max_model_len(options, model))
+
+
+def load_parameters(
+    checkpoint: Checkpoint, config: EngineConfig, on_progress: Progress = lambda stage, done, total: None
+) -> Params:
+    """A model's parameters on the device, as the programs for this config take them."""
+    loading = _loading(checkpoint, config.compute_format, on_progress)
+    return place_parameters(loading, checkpoint.config, layer_loop_for(jax.default_backend()))
 
 
 def resolve_config(
