@@ -67,6 +67,8 @@ class Evaluate:
             value = getattr(args, name)
             if value is not None and value < 1:
                 raise ValueError(f"--{name.replace('_', '-')} {value} is below 1")
+        if args.json is not None and not args.json.parent.is_dir():  # Not after hours of work.
+            raise ValueError(f"--json {args.json}: there is no folder {args.json.parent}")
         with loading(args):
             with interrupts_deferred():  # Broken off in the middle, the import of jaxlib crashes.
                 from jaxserve.evaluation import Side, evaluate

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Sequence
+from typing import Any
 
 from jaxserve.evaluation.instructions import parse_json
 from jaxserve.evaluation.prompt_sets import JsonSchema
@@ -29,7 +30,7 @@ REFUSAL_OPENINGS = (
 )
 """An answer that begins with one of these refuses."""
 
-_NUMBER = re.compile(r"-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
+_NUMBER = re.compile(r"(?:(?<!\d)-)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
 
 
 def is_exact(answer: str, expected: str) -> bool:
@@ -68,23 +69,28 @@ def require_schema_checker() -> None:
 
 def check_schema(schema: JsonSchema) -> None:
     """Raise ValueError, saying why, for what is no JSON schema."""
-    from jsonschema import SchemaError, validators  # pyright: ignore[reportMissingModuleSource]
+    from jsonschema import SchemaError  # pyright: ignore[reportMissingModuleSource]
 
     try:
-        validators.validator_for(schema).check_schema(schema)
+        _validator(schema).check_schema(schema)
     except SchemaError as error:
         raise ValueError(f"no JSON schema: {error.message}") from error
 
 
 def meets_schema(answer: str, schema: JsonSchema) -> bool:
     """Whether an answer is JSON, a Markdown fence around it aside, and valid."""
-    from jsonschema import validators  # pyright: ignore[reportMissingModuleSource]
-
     try:
         value = parse_json(answer)
     except ValueError:
         return False
-    return validators.validator_for(schema)(schema).is_valid(value)
+    return _validator(schema)(schema).is_valid(value)
+
+
+def _validator(schema: JsonSchema) -> Any:
+    """The class for the draft that the schema names."""
+    from jsonschema import validators  # pyright: ignore[reportMissingModuleSource]
+
+    return validators.validator_for(schema)
 
 
 def common_share(first: Sequence[int], second: Sequence[int]) -> float:

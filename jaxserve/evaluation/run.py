@@ -22,6 +22,7 @@ from jaxserve.evaluation.tasks import (
     not_judged,
 )
 from jaxserve.plan import SamplingParams
+from jaxserve.prompts import EncodedPrompt
 
 _TEXT_MEASURES: tuple[str, ...] = ("perplexity", "kl", "kl-p99", "top1")
 
@@ -68,14 +69,17 @@ def evaluate(model: Side, reference: Side, plan: Plan, *, progress: bool = False
         progress: show bars on standard error.
 
     Raises ValueError, before anything is loaded, for vocabularies that differ, a plan that measures nothing,
-    floors that nothing measures, and cases whose answers could not be judged.
+    floors that nothing measures, and cases that could not be answered or judged.
     """
     require_same_vocabulary(model, reference)
     check_cases(plan.cases)
     judge_floors(plan.floors, planned_slices(plan))
-    slices, scored = _read_texts(model, reference, plan, progress) if plan.texts else ([], None)
     cases = [*plan.cases, *(needle.case for needle in plan.needles)]
-    answered, speeds = _answer(model, reference, cases, plan, progress) if cases else ([], None)
+    prompts = [(side, _encode(side, cases)) for side in (model, reference)]
+    slices, scored = _read_texts(model, reference, plan, progress) if plan.texts else ([], None)
+    generations = _answer(prompts, plan, progress) if cases else []
+    answered = _join(cases, generations) if cases else []
+    speeds = _Speeds(*(one.num_tokens / one.seconds for one in generations)) if cases else None
     own, found = answered[: len(plan.cases)], answered[len(plan.cases) :]
     needle_slices = judge_slices(found, matches="needle")
     slices = [*slices, *judge_slices(own), *needle_slices]
@@ -104,6 +108,8 @@ def _read_texts(
     model: Side, reference: Side, plan: Plan, progress: bool
 ) -> tuple[list[SliceReport], _Speeds]:
     """A slice for each text."""
+    for text in plan.texts:
+        _require_same_tokens(model, reference, text)
     windows = {
         text.name: cut_windows(
             model.tokenizer, text.content, context=plan.context, max_tokens=plan.max_tokens
@@ -122,32 +128,51 @@ def _read_texts(
     return slices, _Speeds(*(total / each for each in seconds))
 
 
+def _require_same_tokens(model: Side, reference: Side, text: Text) -> None:
+    """Raise ValueError if vocabularies of one size read a text as different tokens."""
+    if model.tokenizer is reference.tokenizer:
+        return
+    ours, theirs = (side.tokenizer.encode(text.content) for side in (model, reference))
+    if ours != theirs:
+        place = next((i for i, both in enumerate(zip(ours, theirs, strict=False)) if len({*both}) > 1), 0)
+        raise ValueError(
+            f"{model.name} and {reference.name} read {text.name} as different tokens, the first of them at "
+            f"{place}: their distributions cannot be compared"
+        )
+
+
+def _encode(side: Side, cases: Sequence[Case]) -> list[EncodedPrompt]:
+    """The prompts as a model reads them. Raises ValueError, naming the case, for one that is too long."""
+    prompts: list[EncodedPrompt] = []
+    for case in cases:
+        try:
+            prompts.append(side.encode(case.messages))
+        except ValueError as error:
+            raise ValueError(f"{case.source}: {error}") from error
+    return prompts
+
+
 def _answer(
-    model: Side, reference: Side, cases: Sequence[Case], plan: Plan, progress: bool
-) -> tuple[list[Answered], _Speeds]:
-    """Both models' greedy answers, one model after the other."""
+    prompts: Sequence[tuple[Side, Sequence[EncodedPrompt]]], plan: Plan, progress: bool
+) -> list[Generation]:
+    """Greedy answers, one model after the other."""
     params = SamplingParams(temperature=0, max_tokens=plan.answer_tokens)
-    generations = [_generate(side, cases, params, progress) for side in (model, reference)]
-    speeds = _Speeds(*(generation.num_tokens / generation.seconds for generation in generations))
+    generations: list[Generation] = []
+    for side, own in prompts:
+        with tqdm(
+            desc="Answering", unit=" prompts", total=len(own), disable=not progress, leave=False
+        ) as bar:
+            generations.append(side.generate(own, params, bar.update))
+    return generations
+
+
+def _join(cases: Sequence[Case], generations: Sequence[Generation]) -> list[Answered]:
+    """Each case with the model's answer and the reference's."""
     answers = [
         [Answer(output.outputs[0].text, output.outputs[0].token_ids) for output in generation.outputs]
         for generation in generations
     ]
-    return [Answered(*both) for both in zip(cases, *answers, strict=True)], speeds
-
-
-def _generate(side: Side, cases: Sequence[Case], params: SamplingParams, progress: bool) -> Generation:
-    with side.answering() as answerer:
-        prompts = []
-        for case in cases:
-            try:
-                prompts.append(answerer.encode(case.messages, params))
-            except ValueError as error:
-                raise ValueError(f"{case.source}: {error}") from error
-        with tqdm(
-            desc="Answering", unit=" prompts", total=len(prompts), disable=not progress, leave=False
-        ) as bar:
-            return answerer.generate(prompts, params, bar.update)
+    return [Answered(*both) for both in zip(cases, *answers, strict=True)]
 
 
 def _side_report(side: Side, scored: float | None, answered: float | None) -> SideReport:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -97,34 +96,19 @@ class Side:
         weights = sum(leaf.nbytes for leaf in jax.tree.leaves(self.params))
         return Footprint(weights, page_bytes / config.cache.page_size)
 
-    @contextmanager
-    def answering(self) -> Iterator[Answerer]:
-        """An engine that answers prompts; its KV pool is given back at the end, the weights stay."""
-        with StageBars(self._progress) as bars:
-            engine = build_engine(self._model.checkpoint, self.options, params=self.params, on_progress=bars)
-        loop = OfflineLoop(loop_of(self._model, engine, self.options))
-        try:
-            yield Answerer(self._model.tokenizer, loop)
-        finally:
-            loop.close()
-
-
-class Answerer:
-    """A model that answers prompts."""
-
-    def __init__(self, tokenizer: Tokenizer, loop: OfflineLoop) -> None:
-        self._tokenizer = tokenizer
-        self._loop = loop
-
-    def encode(self, messages: Sequence[Message], params: SamplingParams) -> EncodedPrompt:
+    def encode(self, messages: Sequence[Message]) -> EncodedPrompt:
         """A conversation through the chat template; without one, its last message as plain text.
 
-        Raises ValueError, naming the value and the limit, for one that could never be answered.
+        Raises ValueError for one that leaves no room for an answer.
         """
-        templated = "default" in self._tokenizer.chat_templates
-        text = self._tokenizer.render_chat(messages) if templated else str(messages[-1]["content"])
-        ids = self._tokenizer.encode(text, add_special_tokens=not templated)
-        self._loop.check(ids, params)
+        templated = "default" in self.tokenizer.chat_templates
+        text = self.tokenizer.render_chat(messages) if templated else str(messages[-1]["content"])
+        ids = self.tokenizer.encode(text, add_special_tokens=not templated)
+        if len(ids) >= self.config.max_model_len:
+            raise ValueError(
+                f"a prompt of {len(ids)} tokens leaves no room for an answer: max_model_len is "
+                f"{self.config.max_model_len}"
+            )
         return EncodedPrompt(ids, text)
 
     def generate(
@@ -133,9 +117,18 @@ class Answerer:
         params: SamplingParams,
         on_answer: Callable[[], object] = lambda: None,
     ) -> Generation:
-        """Answer prompts, batched as far as slots and pages allow; `on_answer` is called after each."""
+        """Answer prompts, batched as far as slots and pages allow; `on_answer` is called after each.
+
+        The engine is made for it, and its KV pool given back at the end; the weights stay. Raises ValueError,
+        naming the value and the limit, for a prompt that could never be answered.
+        """
+        with StageBars(self._progress) as bars:
+            engine = build_engine(self._model.checkpoint, self.options, params=self.params, on_progress=bars)
+        loop = OfflineLoop(loop_of(self._model, engine, self.options))
+        for prompt in prompts:
+            loop.check(prompt.token_ids, params)
         started = time.monotonic()
-        outputs = self._loop.generate(prompts, [params] * len(prompts), lambda output: on_answer())
+        outputs = loop.generate(prompts, [params] * len(prompts), lambda output: on_answer())
         return Generation(outputs, time.monotonic() - started)
 
 
