@@ -6,10 +6,11 @@ import argparse
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from jaxserve.commands.command import add_verbose_argument, loading, say, shows_status
 from jaxserve.commands.options import add_engine_arguments, read_engine_settings
+from jaxserve.config import FloatFormat, KvFormat
 from jaxserve.interrupts import interrupts_deferred
 
 if TYPE_CHECKING:
@@ -21,8 +22,10 @@ _DESCRIPTION = """Measures a model against a reference, which by default is the 
 perplexity of texts, the divergence and the top-1 agreement of next-token distributions, greedy answers to
 prompts, and numbers hidden in long texts. Every figure is by slice. With floors the exit status is 1 if one
 is missed. Numerics are shape-invariant unless --no-deterministic is given."""
-_FLOORS = """A floor is MEASURE=VALUE, for every slice that has the measure, or SLICE:MEASURE=VALUE. Ratios,
-divergences, losses and changes may be at most the value, shares must be at least that."""
+_FLOORS = """A floor is MEASURE=VALUE, for every slice that has the measure, or SLICE:MEASURE=VALUE. At most
+that may be: perplexity (the model's over the reference's), perplexity-change, kl, kl-p99 (nats), exact-loss,
+schema-loss, instructions-loss, needle-loss (the reference's share less the model's), refusals-change. At
+least that must be: top1, exact, schema, instructions, needle, agreement, identical (shares, from 0 to 1)."""
 _SHARED_SETTINGS = ("max_model_len", "max_chunk", "kv_memory", "deterministic", "num_slots")
 """What the reference runs with as the model does; its numbers it has of its own."""
 
@@ -36,9 +39,9 @@ class Evaluate:
         add = parser.add_argument
         add("model", metavar="MODEL", help="a catalogue name, a folder, a .gguf file or a hub id")
         add("--against", metavar="REFERENCE", help="the model to compare with (default: MODEL in float32)")
-        formats = ["float32", "bfloat16"]
-        add("--reference-dtype", default="float32", choices=formats, help="of its weights and activations")
-        add("--reference-kv-format", default="float32", choices=[*formats, "int8"], help="of its KV pool")
+        dtypes, kv_formats = get_args(FloatFormat), get_args(KvFormat)
+        add("--reference-dtype", default="float32", choices=dtypes, help="of its weights and activations")
+        add("--reference-kv-format", default="float32", choices=kv_formats, help="of its KV pool")
         add("--text", nargs="+", default=[], type=Path, metavar="FILE", help="texts to read; a slice each")
         add("--max-tokens", type=int, metavar="N", help="read so much of each text (default: all)")
         add("--context", type=int, default=512, metavar="N", help="tokens of a window (default %(default)s)")

@@ -15,6 +15,7 @@ Sense = Literal["at most", "at least"]
 
 MEASURES: dict[str, tuple[Sense, str]] = {
     "perplexity": ("at most", "the model's perplexity over the reference's"),
+    "perplexity-change": ("at most", "by how much that differs from 1, either way"),
     "kl": ("at most", "mean divergence of next-token distributions, KL(reference || model) in nats"),
     "kl-p99": ("at most", "the divergence that 99 % of the tokens stay below"),
     "top1": ("at least", "share of positions where both hold the same token for the most likely"),
@@ -141,6 +142,7 @@ def text_slice(name: str, scores: TokenScores) -> SliceReport:
         model, reference, ratio = np.exp([*means, means[0] - means[1]]).tolist()
     measures = {
         "perplexity": Measure(ratio, model, reference),
+        "perplexity-change": Measure(abs(ratio - 1)),
         "kl": Measure(float(np.mean(scores.kl, dtype=np.float64))),
         "kl-p99": Measure(float(np.quantile(scores.kl, 0.99))),
         "top1": Measure(float(np.mean(scores.agrees))),

@@ -24,7 +24,7 @@ from jaxserve.evaluation.tasks import (
 from jaxserve.plan import SamplingParams
 from jaxserve.prompts import EncodedPrompt
 
-_TEXT_MEASURES: tuple[str, ...] = ("perplexity", "kl", "kl-p99", "top1")
+_TEXT_MEASURES: tuple[str, ...] = ("perplexity", "perplexity-change", "kl", "kl-p99", "top1")
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxserve.cli import main
+from jaxserve.evaluation import MEASURES
 from tests.cli.conftest import run_cli
 from tests.oracle.tiny_models import write_tiny_model
 
@@ -144,7 +145,11 @@ def test_schemas_are_judged(inputs: Inputs, capsys: pytest.CaptureFixture[str]) 
     )
 
 
-def test_the_help_explains_floors() -> None:
+def test_the_help_explains_every_floor() -> None:
     result = run_cli("evaluate", "--help")
     assert result.returncode == 0
-    assert "SLICE:MEASURE=VALUE" in result.stdout
+    epilog = " ".join(result.stdout.replace("-\n", "-").split()).partition("SLICE:MEASURE=VALUE")[2]
+    at_most, _, at_least = epilog.partition("At least")
+    for measure, (sense, _) in MEASURES.items():
+        words = {word.strip(",.") for word in (at_most if sense == "at most" else at_least).split()}
+        assert measure in words

@@ -73,6 +73,7 @@ def test_the_figures_of_a_text() -> None:
     assert report.measures["perplexity"].model == pytest.approx(4.0)
     assert report.measures["perplexity"].reference == pytest.approx(2.0)
     assert report.measures["perplexity"].value == pytest.approx(2.0)
+    assert report.measures["perplexity-change"].value == pytest.approx(1.0)
     assert report.measures["kl"].value == pytest.approx(0.5)
     assert report.measures["kl-p99"].value == pytest.approx(0.99)
     assert report.measures["top1"].value == pytest.approx(50 / 101)

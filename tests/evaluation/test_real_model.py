@@ -12,7 +12,7 @@ from jaxserve.evaluation import Floor, Plan, Side, Text, evaluate
 
 NUM_TOKENS = 600
 """Enough for CI. On 20,000 tokens: `jaxserve evaluate smollm2-135m --kv-format int8 --text FILE`."""
-FLOORS = [Floor("perplexity", 1.005), Floor("kl", 0.002), Floor("kl-p99", 0.02), Floor("top1", 0.97)]
+FLOORS = [Floor("perplexity-change", 0.005), Floor("kl", 0.002), Floor("kl-p99", 0.02), Floor("top1", 0.97)]
 
 
 @pytest.mark.real
@@ -29,7 +29,5 @@ def test_int8_pages_keep_smollm2s_perplexity(shared_data: Path) -> None:
     report = evaluate(*sides, plan)
     assert report.passed, report.table()
     (measures,) = [part.measures for part in report.slices]
-    # A comparison of float32 with itself would pass as well, and so would one of noise that happens to help.
-    assert measures["kl"].value > 1e-5
-    assert measures["perplexity"].value > 0.995
+    assert measures["kl"].value > 1e-5  # A comparison of float32 with itself would pass as well.
     assert report.model.kv_bytes_per_token < 0.3 * report.reference.kv_bytes_per_token
