@@ -41,6 +41,16 @@ class NeedleCell:
     reference: bool
 
 
+@dataclass(frozen=True)
+class AnswerPair:
+    """What both models said to one prompt; in the JSON alone."""
+
+    source: str
+    slice: str
+    model: str
+    reference: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class EvaluationReport:
     """Everything that an evaluation found."""
@@ -50,6 +60,7 @@ class EvaluationReport:
     slices: Sequence[SliceReport]
     verdicts: Sequence[Verdict]
     needle_grid: Sequence[NeedleCell] = ()
+    answers: Sequence[AnswerPair] = ()
     not_judged: Mapping[str, int] = field(default_factory=dict[str, int])
     """Instructions that there is no check for, with their number."""
 

@@ -10,7 +10,7 @@ from tqdm.auto import tqdm  # pyright: ignore[reportMissingModuleSource]
 from jaxserve.evaluation.measures import Floor, Measure, SliceReport, judge_floors, text_slice
 from jaxserve.evaluation.needle import NeedleCase
 from jaxserve.evaluation.prompt_sets import Case
-from jaxserve.evaluation.report import EvaluationReport, NeedleCell, SideReport
+from jaxserve.evaluation.report import AnswerPair, EvaluationReport, NeedleCell, SideReport
 from jaxserve.evaluation.scoring import Scorer, cut_windows
 from jaxserve.evaluation.sides import Generation, Side, require_same_vocabulary
 from jaxserve.evaluation.tasks import (
@@ -89,6 +89,10 @@ def evaluate(model: Side, reference: Side, plan: Plan, *, progress: bool = False
         slices=slices,
         verdicts=judge_floors(plan.floors, slices),
         needle_grid=_grid(plan.needles, found),
+        answers=[
+            AnswerPair(one.case.source, one.case.slice, one.model.text, one.reference.text)
+            for one in answered
+        ],
         not_judged=dict(not_judged(plan.cases)),
     )
 

@@ -69,6 +69,8 @@ def test_int8_pages_against_float32(inputs: Inputs, capsys: pytest.CaptureFixtur
     assert text["perplexity"]["model"] == pytest.approx(text["perplexity"]["reference"], rel=0.02)
     assert rules["instructions"]["value"] in {0.0, 1.0}
     assert len(report["needle_grid"]) == 2
+    assert [pair["source"] for pair in report["answers"][:2]] == [f"{inputs.prompts}:{n}" for n in (1, 2)]
+    assert all(pair["model"] and pair["reference"] for pair in report["answers"])
     model, reference = report["model"], report["reference"]
     assert (model["kv_format"], reference["kv_format"]) == ("int8", "float32")
     assert model["weight_bytes"] == reference["weight_bytes"] > 0
