@@ -1,7 +1,8 @@
 """The command line: finds the command, runs it, turns errors into a sentence and an exit status.
 
-Exit status: 0 for success, 2 for wrong usage or bad input, 130 after Ctrl-C, 141 where the reader of the
-output has gone; an error of the program itself ends with a traceback and status 1.
+Exit status: 0 for success, 1 where what was checked did not pass, 2 for wrong usage or bad input, 130 after
+Ctrl-C, 141 where the reader of the output has gone; an error of the program itself ends with a traceback and
+status 1.
 """
 
 from __future__ import annotations

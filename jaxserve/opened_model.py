@@ -21,14 +21,7 @@ from jaxserve.scheduling.page_swap import PageSwap
 from jaxserve.speculation import Speculation, Speculative, named_speculation
 from jaxserve.structured import CompiledGrammar, GrammarCompiler
 from jaxserve.text import AnswerText, Tokenizer
-from jaxserve.weights import (
-    Checkpoint,
-    ConvertedCheckpoint,
-    is_converted,
-    open_checkpoint,
-    open_converted,
-    resolve_model,
-)
+from jaxserve.weights import AnyCheckpoint, open_any_checkpoint, resolve_model
 from jaxserve.weights.generation_config import read_sampling_defaults
 
 if TYPE_CHECKING:
@@ -61,7 +54,7 @@ class EngineSettings(TypedDict, total=False):
 class OpenedModel:
     """A model whose files have been read as far as their headers: cheap, and free of jax."""
 
-    checkpoint: Checkpoint | ConvertedCheckpoint
+    checkpoint: AnyCheckpoint
     """Its end-of-sequence ids are the config's and the tokenizer's together."""
     tokenizer: Tokenizer
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -101,8 +94,7 @@ def open_model(name: str | os.PathLike[str], *, progress: bool = False) -> Opene
         ValueError: no such model, or one that is damaged or not supported.
         PullError: a download failed.
     """
-    path = resolve_model(os.fspath(name), progress=progress)
-    checkpoint = open_converted(path) if is_converted(path) else open_checkpoint(path)
+    checkpoint = open_any_checkpoint(resolve_model(os.fspath(name), progress=progress))
     if checkpoint.metadata is None:
         tokenizer = Tokenizer.from_folder(checkpoint.path)
     else:

@@ -30,6 +30,7 @@ FORBIDDEN = {
     "jaxserve/structured": ("jax", "jaxserve.engine", "jaxserve.scheduling", "jaxserve.loop"),
     "jaxserve/engine": ("jaxserve.scheduling", "jaxserve.loop", "jaxserve.text"),
     "jaxserve/model": ("jaxserve.engine", "jaxserve.scheduling", "jaxserve.weights", "jaxserve.text"),
+    "jaxserve/evaluation": ("jaxserve.scheduling", "jaxserve.commands"),
     "jaxserve/weights": ("jax", "jaxserve.engine", "jaxserve.scheduling", "jaxserve.text"),
     "jaxserve/quantization": (
         "jaxserve.engine",
@@ -86,6 +87,15 @@ def test_the_product_imports_no_test_and_no_benchmark(package: str) -> None:
     for path in (ROOT / package).rglob("*.py"):
         for module in imports(path):
             assert module.split(".")[0] not in TESTS_AND_BENCHMARKS, f"{path} imports {module}"
+
+
+def test_nothing_but_its_command_imports_the_evaluation() -> None:
+    for path in product_files():
+        place = path.relative_to(ROOT).as_posix()
+        if place == "jaxserve/commands/evaluate.py" or place.startswith("jaxserve/evaluation/"):
+            continue
+        for module in imports(path):
+            assert not is_below(module, "jaxserve.evaluation"), f"{place} imports {module}"
 
 
 def test_the_map_of_modules_has_no_cycle() -> None:

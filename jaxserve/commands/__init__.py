@@ -4,9 +4,10 @@ from jaxserve.commands.chat import Chat
 from jaxserve.commands.command import Command
 from jaxserve.commands.compile import Compile
 from jaxserve.commands.convert import Convert
+from jaxserve.commands.evaluate import Evaluate
 from jaxserve.commands.generate import Generate
 from jaxserve.commands.pull import Pull
 
-BUILT_IN: tuple[Command, ...] = (Pull(), Generate(), Chat(), Convert(), Compile())
+BUILT_IN: tuple[Command, ...] = (Pull(), Generate(), Chat(), Convert(), Evaluate(), Compile())
 
 __all__ = ["BUILT_IN", "Command"]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from jaxserve.commands.command import add_verbose_argument, shows_status
 
 if TYPE_CHECKING:
-    from jaxserve.weights import Checkpoint, ConvertedCheckpoint
+    from jaxserve.weights import AnyCheckpoint
 
 
 class Convert:
@@ -49,7 +49,7 @@ class Convert:
         print(f"{model.checkpoint.path}: every file is as it was written")
         return 0
 
-    def _convert(self, args: argparse.Namespace, checkpoint: Checkpoint | ConvertedCheckpoint) -> int:
+    def _convert(self, args: argparse.Namespace, checkpoint: AnyCheckpoint) -> int:
         from jaxserve.converted import convert
         from jaxserve.interrupts import interrupts_kept
         from jaxserve.progress import StageBars

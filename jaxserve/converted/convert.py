@@ -8,19 +8,15 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from jaxserve.config import FloatFormat
 from jaxserve.converted.parameters import GROUP_BYTES, Parameter, save_parameters
 from jaxserve.engine.parameters import quantised
 from jaxserve.model.parameters import model_parameters
 from jaxserve.quantization import Recipe
-from jaxserve.weights import Checkpoint
+from jaxserve.weights import AnyCheckpoint, Checkpoint
 from jaxserve.weights.converted import GGUF_METADATA
 from jaxserve.weights.manifest import FileEntry, Manifest
-
-if TYPE_CHECKING:
-    from jaxserve.weights.converted import ConvertedCheckpoint
 
 TEXT_FILES = (
     "config.json",
@@ -36,7 +32,7 @@ TEXT_FILES = (
 
 
 def convert(
-    checkpoint: Checkpoint | ConvertedCheckpoint,
+    checkpoint: AnyCheckpoint,
     out: Path,
     *,
     recipe: Recipe | None = None,

@@ -17,10 +17,10 @@ from jaxserve.engine.parameters import Named, place_parameters, quantised
 from jaxserve.engine.programs import compile_programs
 from jaxserve.engine.state import MAX_EOS_IDS
 from jaxserve.model.parameters import model_parameters
-from jaxserve.model.transformer import LayerLoop
+from jaxserve.model.transformer import LayerLoop, Params
 from jaxserve.quantization import RECIPES, recipe_named, recipe_of_label
 from jaxserve.speculation import DEFAULT_MAX_DRAFTS, SPECULATIVE, Speculative
-from jaxserve.weights import Checkpoint, ConvertedCheckpoint, cache_home
+from jaxserve.weights import AnyCheckpoint, Checkpoint, cache_home
 from pallas_kernels.page_layout import PageLayout
 
 Progress = Callable[[str, int, int], None]
@@ -106,32 +106,47 @@ def engine_options(settings: Mapping[str, Any]) -> EngineOptions:
 
 
 def build_engine(
-    checkpoint: Checkpoint | ConvertedCheckpoint,
+    checkpoint: AnyCheckpoint,
     options: EngineOptions,
     *,
+    params: Params | None = None,
     on_progress: Progress = lambda stage, done, total: None,
 ) -> DeviceEngine:
-    """Load a model and compile its steps.
+    """Load a model and compile its steps. `params` are its parameters if `load_parameters` has read them.
+
+    Raises ValueError, naming the value and the limit, for options that the model or the machine cannot meet.
+    """
+    config = configure(checkpoint, options)
+    layer_loop = layer_loop_for(jax.default_backend())
+    # Programs are compiled from shapes alone, so the weights are read meanwhile.
+    with ThreadPoolExecutor(1, "jaxserve-load") as pool:
+        loaded = pool.submit(lambda: params or load_parameters(checkpoint, config, on_progress))
+        programs = compile_programs(
+            config, layer_loop, on_progress=lambda done, total: on_progress("compile", done, total)
+        )
+        return DeviceEngine(config, loaded.result(), programs)
+
+
+def configure(checkpoint: AnyCheckpoint, options: EngineOptions) -> EngineConfig:
+    """What an engine of these options compiles against, on this machine; its compilation cache is ready then.
 
     Raises ValueError, naming the value and the limit, for options that the model or the machine cannot meet.
     """
     enable_compilation_cache(cache_home() / "compiled")
     compile_counter()
     platform = jax.default_backend()
-    model = checkpoint.config
     options = _with_recipe(options, checkpoint)
     dtype = resolve_dtype(options, platform)
-    max_model_len = _resolve_max_model_len(options, model)
-    config = resolve_config(model, options, platform, dtype, max_model_len)
-    layer_loop = layer_loop_for(platform)
-    # Programs are compiled from shapes alone, so the weights are read meanwhile.
-    with ThreadPoolExecutor(1, "jaxserve-load") as pool:
-        loading = _loading(checkpoint, config, on_progress)
-        params = pool.submit(place_parameters, loading, model, layer_loop)
-        programs = compile_programs(
-            config, layer_loop, on_progress=lambda done, total: on_progress("compile", done, total)
-        )
-        return DeviceEngine(config, params.result(), programs)
+    model = checkpoint.config
+    return resolve_config(model, options, platform, dtype, _resolve_max_model_len(options, model))
+
+
+def load_parameters(
+    checkpoint: AnyCheckpoint, config: EngineConfig, on_progress: Progress = lambda stage, done, total: None
+) -> Params:
+    """A model's parameters on the device, as the programs for this config take them."""
+    loading = _loading(checkpoint, config, on_progress)
+    return place_parameters(loading, checkpoint.config, layer_loop_for(jax.default_backend()))
 
 
 def resolve_config(
@@ -215,7 +230,7 @@ def resolve_dtype(options: EngineOptions, platform: str) -> FloatFormat:
     return options.dtype
 
 
-def _with_recipe(options: EngineOptions, checkpoint: Checkpoint | ConvertedCheckpoint) -> EngineOptions:
+def _with_recipe(options: EngineOptions, checkpoint: AnyCheckpoint) -> EngineOptions:
     """The options with the recipe that the parameters have been quantised with, if they have.
 
     Raises ValueError where the options ask for another.
@@ -284,9 +299,7 @@ def _default_kv_memory(platform: str) -> int:
     return int(DEVICE_MEMORY_SHARE * (stats["bytes_limit"] - stats["bytes_in_use"]))
 
 
-def _loading(
-    checkpoint: Checkpoint | ConvertedCheckpoint, config: EngineConfig, on_progress: Progress
-) -> Named:
+def _loading(checkpoint: AnyCheckpoint, config: EngineConfig, on_progress: Progress) -> Named:
     """The checkpoint's parameters, one at a time, in the formats that the config says."""
     recipe = None
     if config.recipe is not None and (isinstance(checkpoint, Checkpoint) or checkpoint.recipe is None):

@@ -2,17 +2,18 @@
 
 from jaxserve.weights.catalogue import CATALOGUE, CatalogueEntry, PullError, cache_home, pull
 from jaxserve.weights.checkpoint import Checkpoint, open_checkpoint
-from jaxserve.weights.converted import ConvertedCheckpoint, is_converted, open_converted
+from jaxserve.weights.converted import AnyCheckpoint, ConvertedCheckpoint, open_any_checkpoint, open_converted
 from jaxserve.weights.sources import resolve_model
 
 __all__ = [
     "CATALOGUE",
+    "AnyCheckpoint",
     "CatalogueEntry",
     "Checkpoint",
     "ConvertedCheckpoint",
     "PullError",
     "cache_home",
-    "is_converted",
+    "open_any_checkpoint",
     "open_checkpoint",
     "open_converted",
     "pull",

@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxserve.config import FloatFormat, ModelConfig
 from jaxserve.model.parameters import model_parameters
+from jaxserve.weights.checkpoint import Checkpoint, open_checkpoint
 from jaxserve.weights.manifest import MANIFEST, PARAMETERS, Manifest, check_hashes, check_sizes
 
 GGUF_METADATA = "gguf_metadata.json"
@@ -43,9 +44,12 @@ class ConvertedCheckpoint:
         check_hashes(self.path, manifest, manifest.files)
 
 
-def is_converted(path: Path) -> bool:
-    """Whether it is a folder with a manifest."""
-    return (path / MANIFEST).is_file()
+AnyCheckpoint = Checkpoint | ConvertedCheckpoint
+
+
+def open_any_checkpoint(path: Path) -> AnyCheckpoint:
+    """What lies there, whoever wrote it. Raises ValueError as `open_checkpoint` and `open_converted` do."""
+    return open_converted(path) if (path / MANIFEST).is_file() else open_checkpoint(path)
 
 
 def group_folder(folder: Path, index: int) -> Path:

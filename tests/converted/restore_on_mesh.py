@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from jaxserve.converted import convert, restore_parameters
 from jaxserve.quantization import recipe_named
+from jaxserve.quantization.weight import QuantisedWeight
 from jaxserve.weights import open_checkpoint, open_converted
 from sharding import TENSOR, named_sharding
 from tests.oracle.tiny_models import write_tiny_model
@@ -36,7 +37,9 @@ def main(folder: Path) -> None:
     num_read = bytes_read() - before
     stored = sum(path.stat().st_size for path in (folder / "out" / "parameters").rglob("*") if path.is_file())
     pairs = list(zip(jax.tree.leaves(spread), jax.tree.leaves(whole), strict=True))
-    values = spread["layers.0.gate_up"].values
+    gate_up = spread["layers.0.gate_up"]
+    assert isinstance(gate_up, QuantisedWeight)
+    values = gate_up.values
     report = {
         "equal": all(np.array_equal(np.asarray(one), np.asarray(other)) for one, other in pairs),
         "devices": len(values.sharding.device_set),

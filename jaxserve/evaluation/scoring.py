@@ -1,0 +1,269 @@
+"""Teacher-forced comparison: both models read the same text, and their distributions meet on the device.
+
+Axes: T rows of a chunk, R logit rows at a time, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+from jaxserve.engine.build import layer_loop_for
+from jaxserve.evaluation.sides import Side, require_same_vocabulary
+from jaxserve.model.cache import Cache, make_cache, page_layouts
+from jaxserve.model.rows import Rows
+from jaxserve.model.transformer import Params, Transformer
+from jaxserve.text import Tokenizer
+from pallas_kernels.dispatch import default_target
+
+Scored = jax.Array | npt.NDArray[Any]
+"""On the device while they are computed, on the host after."""
+LOGIT_ROWS = 64
+"""Distributions compared at a time: two times 64 rows of 50,000 floats are 25 MB."""
+
+
+@flax.struct.dataclass
+class TokenScores:
+    """One entry for each scored token, in the order of the text; natural logarithms."""
+
+    model_nll: Scored
+    """Negative log-likelihood of the token that follows."""
+    reference_nll: Scored
+    kl: Scored
+    """Of the model's next-token distribution from the reference's: KL(reference || model)."""
+    agrees: Scored
+    """Whether both hold the same token for the most likely."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What a text gave, and what it took."""
+
+    tokens: TokenScores
+    model_seconds: float
+    """Of the model's forward passes and logits; the comparison is in neither."""
+    reference_seconds: float
+
+
+@dataclass(frozen=True)
+class Window:
+    """A piece of a text that is read on its own."""
+
+    token_ids: npt.NDArray[np.int32]
+    """The tokens that open any text, then those of the piece."""
+
+
+def cut_windows(
+    tokenizer: Tokenizer, text: str, *, context: int, max_tokens: int | None = None
+) -> list[Window]:
+    """A text as windows, each with the tokens before it that the model expects at a beginning.
+
+    Args:
+        tokenizer: of both models.
+        text: what to read.
+        context: most tokens of a window; its first token is not scored, having nothing before it.
+        max_tokens: most tokens of the text; None for all.
+
+    Raises ValueError for a context below 2, or a text of fewer than 2 tokens.
+    """
+    opening = _opening(tokenizer)
+    ids = tokenizer.encode(text, add_special_tokens=False)[:max_tokens]
+    piece_len = context - len(opening)
+    if piece_len < 1 or context < 2:
+        raise ValueError(
+            f"context {context} leaves no token to score; at least {len(opening) + 2} are needed"
+        )
+    pieces = [opening + ids[first : first + piece_len] for first in range(0, len(ids), piece_len)]
+    windows = [Window(np.asarray(piece, np.int32)) for piece in pieces if len(piece) > 1]
+    if not windows:
+        raise ValueError(f"a text of {len(ids)} tokens has none to score; at least 2 are needed")
+    return windows
+
+
+def _opening(tokenizer: Tokenizer) -> list[int]:
+    """What stands before every text, but not after it."""
+    marked = tokenizer.encode("a")
+    plain = tokenizer.encode("a", add_special_tokens=False)
+    return marked[: marked.index(plain[0])] if plain and plain[0] in marked else []
+
+
+class Scorer:
+    """Reads windows with two models, chunk by chunk, with the engine's own forward pass."""
+
+    def __init__(self, model: Side, reference: Side, *, context: int) -> None:
+        """Load and compile.
+
+        Args:
+            model: the one that is judged.
+            reference: the one that it is judged by.
+            context: tokens of the longest window.
+
+        Raises ValueError for vocabularies of two sizes, or a context that a model does not reach.
+        """
+        require_same_vocabulary(model, reference)
+        self._model = _Reader(model, context)
+        self._reference = _Reader(reference, context)
+        if self._model.chunk_rows != self._reference.chunk_rows:
+            raise ValueError(
+                f"chunks of {self._model.chunk_rows} rows cannot be compared with chunks of "
+                f"{self._reference.chunk_rows}"
+            )
+        logits = jax.ShapeDtypeStruct((LOGIT_ROWS, model.config.model.vocab_size), jnp.float32)
+        target = jax.ShapeDtypeStruct((LOGIT_ROWS,), jnp.int32)
+        self._compare = jax.jit(compare_distributions).lower(logits, logits, target).compile()
+
+    def score(
+        self, windows: Sequence[Window], on_window: Callable[[int], object] = lambda num_tokens: None
+    ) -> Scores:
+        """Compare both models on windows no longer than the context.
+
+        `on_window` is called after each with the tokens that it scored.
+        """
+        before = self._model.seconds, self._reference.seconds
+        scored: list[TokenScores] = []
+        for window in windows:
+            scored += self._score_window(window.token_ids)
+            on_window(len(window.token_ids) - 1)
+        return Scores(
+            jax.tree.map(lambda *parts: np.concatenate(parts), *scored),
+            self._model.seconds - before[0],
+            self._reference.seconds - before[1],
+        )
+
+    def _score_window(self, ids: npt.NDArray[np.int32]) -> Iterator[TokenScores]:
+        chunk = self._model.chunk_rows
+        for start in range(0, len(ids) - 1, chunk):
+            tokens = ids[start : min(start + chunk, len(ids) - 1)]
+            targets = ids[start + 1 : start + 1 + len(tokens)]
+            self._model.read(tokens, start)
+            self._reference.read(tokens, start)
+            for first in range(0, len(tokens), LOGIT_ROWS):
+                target = targets[first : first + LOGIT_ROWS]
+                logits = self._model.logits(first), self._reference.logits(first)
+                yield _first_rows(self._compare(*logits, _padded(target, LOGIT_ROWS)), len(target))
+
+
+def compare_distributions(model_RV: jax.Array, reference_RV: jax.Array, target_R: jax.Array) -> TokenScores:
+    """Float32 logits of both models, and the tokens that follow, as scores on the device."""
+    model_RV = jax.nn.log_softmax(model_RV)
+    reference_RV = jax.nn.log_softmax(reference_RV)
+
+    def nll(logprobs_RV: jax.Array) -> jax.Array:
+        return -jnp.take_along_axis(logprobs_RV, target_R[:, None], axis=-1)[:, 0]
+
+    kl_R = jnp.sum(jnp.exp(reference_RV) * (reference_RV - model_RV), axis=-1)
+    agrees_R = jnp.argmax(model_RV, axis=-1) == jnp.argmax(reference_RV, axis=-1)
+    # Rounding may put the divergence of two like distributions below 0, where none is; NaN stays NaN.
+    return TokenScores(nll(model_RV), nll(reference_RV), jnp.maximum(kl_R, 0.0), agrees_R)
+
+
+class _Reader:
+    """One model reading one sequence: its pages, its compiled programs, the chunk that it read last."""
+
+    def __init__(self, side: Side, context: int) -> None:
+        config = side.configure(max_model_len=context)
+        # A window's group gives pages back that are behind it; here all of the text stays.
+        num_pages = 1 + -(-context // config.cache.page_size)
+        cache = replace(config.cache, num_pages=(max(num_pages, 2),) * len(config.model.windows))
+        config = replace(config, cache=cache)
+        layouts = page_layouts(config, jax.default_backend())
+        transformer = Transformer(
+            config, layouts, layer_loop_for(jax.default_backend()), target=default_target()
+        )
+        self.chunk_rows = config.chunk_rows[-1]
+        self.seconds = 0.0
+        self._params = side.params
+        self._cache = make_cache(config, layouts)
+        hidden = jax.eval_shape(
+            functools.partial(read_chunk, transformer),
+            *(self._params, self._cache, jnp.zeros(self.chunk_rows, jnp.int32), 0, 0),
+        )[0]
+        tokens = jax.ShapeDtypeStruct((self.chunk_rows,), jnp.int32)
+        number = jax.ShapeDtypeStruct((), jnp.int32)
+        self._hidden_TD = jnp.zeros(hidden.shape, hidden.dtype)
+        self._read = (
+            jax.jit(functools.partial(read_chunk, transformer), donate_argnums=1)
+            .lower(self._params, self._cache, tokens, number, number)
+            .compile()
+        )
+        self._logits = (
+            jax.jit(functools.partial(chunk_logits, transformer))
+            .lower(self._params, hidden, number)
+            .compile()
+        )
+
+    def read(self, tokens: npt.NDArray[np.int32], start: int) -> None:
+        """Read the tokens at `start` and after, those before having been read."""
+        started = time.monotonic()
+        padded = _padded(tokens, self.chunk_rows)
+        self._hidden_TD, self._cache = self._read(
+            self._params, self._cache, padded, np.int32(start), np.int32(len(tokens))
+        )
+        self._hidden_TD.block_until_ready()
+        self.seconds += time.monotonic() - started
+
+    def logits(self, first: int) -> jax.Array:
+        """Float32 `[R, V]` of the chunk's rows from `first` on; beyond its end whatever is there."""
+        started = time.monotonic()
+        logits_RV = self._logits(self._params, self._hidden_TD, np.int32(first))
+        logits_RV.block_until_ready()
+        self.seconds += time.monotonic() - started
+        return logits_RV
+
+
+def read_chunk(
+    transformer: Transformer,
+    params: Params,
+    cache: Cache,
+    token_T: jax.Array,
+    start: jax.Array,
+    num_tokens: jax.Array,
+) -> tuple[jax.Array, Cache]:
+    """One sequence's next tokens: hidden states `[T, D]`, and the caches with them written.
+
+    Its pages are 1, 2 and so on in every group; rows from `num_tokens` on are padding.
+    """
+    config = transformer.config
+    row_T = jnp.arange(token_T.shape[0], dtype=jnp.int32)
+    valid_T = row_T < num_tokens
+    position_T = jnp.where(valid_T, start + row_T, 0)
+    pages = np.arange(1, config.pages_per_sequence + 1, dtype=np.int32)
+    pages[pages >= config.cache.num_pages[0]] = 0  # The table is as wide as whole blocks of context.
+    table_1P = jnp.asarray(pages)[None]
+    page_T = jnp.where(valid_T, table_1P[0, position_T // config.cache.page_size], 0)
+    num_groups = len(config.model.windows)
+    rows = Rows(
+        position_T=position_T,
+        valid_T=valid_T,
+        page_TG=(page_T,) * num_groups,
+        page_table=(table_1P,) * num_groups,
+        query_start_S1=jnp.stack([jnp.zeros((), jnp.int32), num_tokens]),
+        context_len_S=(start + num_tokens)[None],
+    )
+    return transformer.forward(params, cache, token_T, rows, single=False)
+
+
+def chunk_logits(
+    transformer: Transformer, params: Params, hidden_TD: jax.Array, first: jax.Array
+) -> jax.Array:
+    """Float32 `[R, V]` of the rows from `first` on; beyond the chunk's end the last row's."""
+    row_R = jnp.minimum(first + jnp.arange(LOGIT_ROWS, dtype=jnp.int32), hidden_TD.shape[0] - 1)
+    return transformer.logits(params, hidden_TD[row_R])
+
+
+def _first_rows(scores: TokenScores, num_rows: int) -> TokenScores:
+    """Scores brought to the host, the padding dropped."""
+    return jax.tree.map(lambda x: np.asarray(x)[:num_rows], scores)
+
+
+def _padded(values: npt.NDArray[np.int32], length: int) -> npt.NDArray[np.int32]:
+    return np.pad(values, (0, length - len(values)))

@@ -1,0 +1,33 @@
+"""The gate on real weights: what int8 pages cost SmolLM2, held to the project's own floor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from jaxserve import open_model
+from jaxserve.engine.build import EngineOptions
+from jaxserve.evaluation import Floor, Plan, Side, Text, evaluate
+
+NUM_TOKENS = 600
+"""Enough for CI. On 20,000 tokens: `jaxserve evaluate smollm2-135m --kv-format int8 --text FILE`."""
+FLOORS = [Floor("perplexity-change", 0.005), Floor("kl", 0.002), Floor("kl-p99", 0.02), Floor("top1", 0.97)]
+
+
+@pytest.mark.real
+@pytest.mark.slow
+def test_int8_pages_keep_smollm2s_perplexity(shared_data: Path) -> None:
+    text = (shared_data / "prompts" / "text" / "wikitext-2_test.txt").read_text(encoding="utf-8")
+    model = open_model("smollm2-135m", progress=False)
+    common = {"deterministic": True, "num_slots": 1, "max_chunk": 128}
+    sides = [
+        Side(kv_format, model, EngineOptions(dtype="float32", kv_format=kv_format, **common))
+        for kv_format in ("int8", "float32")
+    ]
+    plan = Plan(texts=[Text("wikitext", text)], floors=FLOORS, context=256, max_tokens=NUM_TOKENS)
+    report = evaluate(*sides, plan)
+    assert report.passed, report.table()
+    (measures,) = [part.measures for part in report.slices]
+    assert measures["kl"].value > 1e-5  # A comparison of float32 with itself would pass as well.
+    assert report.model.kv_bytes_per_token < 0.3 * report.reference.kv_bytes_per_token
