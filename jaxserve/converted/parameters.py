@@ -25,6 +25,8 @@ from jaxserve.weights.converted import ConvertedCheckpoint, group_folder
 Parameter = np.ndarray | jax.Array | QuantisedWeight
 GROUP_BYTES = 2**30
 """At which a checkpoint is closed and the next one begun."""
+_CHUNKS = ocp.SaveArgs(chunk_byte_size=2**22)
+"""What is read as a whole: of a large matrix, devices mostly find their parts in chunks of their own."""
 
 
 class Place(Protocol):
@@ -45,7 +47,8 @@ def save_parameters(
     with ocp.PyTreeCheckpointer() as checkpointer:
 
         def write() -> None:
-            checkpointer.save(group_folder(folder, len(groups)).absolute(), group)
+            target = group_folder(folder, len(groups)).absolute()
+            checkpointer.save(target, group, save_args=jax.tree.map(lambda _: _CHUNKS, group))
             groups.append(tuple(group))
             group.clear()
 
