@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from jaxserve.commands.options import parse_size
 from jaxserve.config import KvFormat
-from jaxserve.quantization import RECIPES
+from jaxserve.quantization import RECIPES, recipe_named
 
 if TYPE_CHECKING:
-    from jaxserve.config import ModelConfig
+    from jaxserve.config import EngineConfig, ModelConfig
     from jaxserve.engine.ahead import AheadEngine, StepReport
     from jaxserve.engine.machines import Machine
     from jaxserve.planning.chips import Chip
@@ -132,9 +132,19 @@ def _least_seconds(report: StepReport, engine: AheadEngine, chip: Chip) -> float
     footprint, shape = Footprint.of(engine.config.model), report.shape
     operations = 2 * (footprint.active_weights() * shape.rows + footprint.head_weights * shape.logit_rows)
     weights = footprint.touched_weights(shape.rows) + footprint.head_weights
-    item_bytes = 2 if engine.config.compute_format == "bfloat16" else 4
-    arithmetic = operations / chip.peak(engine.config.compute_format)
+    operand_format, item_bytes = _matrix_operands(engine.config)
+    arithmetic = operations / chip.peak(operand_format)
     return max(arithmetic, weights * item_bytes / chip.memory_bandwidth) / engine.mesh.size
+
+
+def _matrix_operands(config: EngineConfig) -> tuple[str, float]:
+    """What matrices are multiplied in, and the bytes of a weight; one matrix of a layer stands for all."""
+    format = recipe_named(config.recipe).format_of("layers.0.qkv") if config.recipe else None
+    if format is None:
+        return config.compute_format, 2.0 if config.compute_format == "bfloat16" else 4.0
+    hidden = config.model.hidden_size
+    operands = "int8" if format.int8_rows else config.compute_format
+    return operands, format.num_bytes(1, hidden) / hidden
 
 
 def _json_line(report: StepReport, engine: AheadEngine) -> str:

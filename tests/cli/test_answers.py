@@ -142,6 +142,7 @@ def test_options_reach_the_engine_and_the_sampler(
     model: FakeModel, capsys: pytest.CaptureFixture[str]
 ) -> None:
     engine = ["--max-model-len", "100", "--kv-memory", "1M", "--dtype", "bfloat16", "--kv-format", "int8"]
+    engine += ["--quantize", "int8"]
     engine += ["--deterministic", "--max-chunk", "32", "--host-kv-memory", "1M", "--speculative", "ngram"]
     sampling = ["--top-p", "0.9", "--top-k", "5", "--min-p", "0.1", "--stop", "x", "--stop", "y"]
     sampling += ["--repetition-penalty", "1.1", "--presence-penalty", "0.5", "--frequency-penalty", "0.25"]
@@ -149,7 +150,8 @@ def test_options_reach_the_engine_and_the_sampler(
     assert main(["generate", "m", "-p", "hi", *engine, *sampling]) == 0
     options = model.options
     assert (options.max_model_len, options.kv_memory, options.dtype) == (100, 2**20, "bfloat16")
-    assert (options.kv_format, options.deterministic, options.max_chunk) == ("int8", True, 32)
+    assert (options.quantize, options.kv_format) == ("int8", "int8")
+    assert (options.deterministic, options.max_chunk) == (True, 32)
     assert (options.num_slots, options.host_kv_memory, options.speculative) == (1, 2**20, "ngram")
     (load,) = model.device.loads
     assert load.params == SamplingParams(

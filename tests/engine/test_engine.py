@@ -28,6 +28,8 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def test_a_cache_of_eight_bits_stays_near_float32(engine: DeviceEngine) -> None:
+    # Three bits after the first one, where int8 has seven for the largest number of a head.
+    bound = {"int8": 0.05, "float8_e4m3fn": 0.2}[engine.config.cache.kv_format]
     params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, prompt_logprobs=0)
     cases = load_cases("qwen3").cases
     requests = [(case.prompt_ids.tolist(), params) for case in cases]
@@ -38,7 +40,7 @@ def test_a_cache_of_eight_bits_stays_near_float32(engine: DeviceEngine) -> None:
         rows = zip(output.prompt_logprobs[1:], case.prompt_ids[1:].tolist(), strict=True)
         ours = np.array([row[token].logprob for row, token in rows if row is not None])
         if ours.size:  # Random weights, so that rounding is amplified more than a trained model would.
-            assert 0 < np.abs(ours + case.nll).mean() < 0.1
+            assert 0 < np.abs(ours + case.nll).mean() < bound
         assert output.outputs[0].token_ids == other.outputs[0].token_ids
 
 

@@ -37,6 +37,8 @@ MIXED = Recipe(
     ),
 )
 QUANTISING = ("int8", "int8-weight-only", "fp8", "int4")
+QUICK = ("llama_gqa_tied", "qwen2", "gemma3", "qwen3_moe_dense_layer")
+"""Between them they have every kind of parameter."""
 LOOPS: tuple[LayerLoop, ...] = ("switched", "stacked", "unrolled")
 
 
@@ -65,7 +67,9 @@ def relative_difference(ours: list[np.ndarray], theirs: list[np.ndarray]) -> flo
     return float(np.sqrt(np.mean((a - b) ** 2) / np.mean(b**2)))
 
 
-@pytest.mark.parametrize("name", TINY_MODELS)
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in TINY_MODELS]
+)
 def test_every_family_computes_with_the_numbers_that_it_stores(name: str, tmp_path: Path) -> None:
     checkpoint = checkpoint_of(name, tmp_path / name)
     forward = PromptForward(checkpoint.config, [case.prompt_ids for case in load_cases(name).cases])

@@ -32,7 +32,7 @@ def test_models_are_routes_by_their_own_names_and_the_first_is_the_default() -> 
 
 def test_a_route_s_own_options_come_before_those_of_all() -> None:
     text = (
-        "small=m,dtype=float32,kv=int8,slots=3,max-model-len=99,max_chunk=16,kv_memory=2M,deterministic,"
+        "small=m,dtype=float32,quantize=int8,kv=int8,slots=3,max-model-len=99,max_chunk=16,kv_memory=2M,deterministic,"
         "host_kv_memory=1G,max_waiting=5,generation_config=none,speculative=none"
     )
     other, small = routes(
@@ -42,6 +42,7 @@ def test_a_route_s_own_options_come_before_those_of_all() -> None:
     assert other.generation_config == "auto"
     assert small.settings == {
         "dtype": "float32",
+        "quantize": "int8",
         "kv_format": "int8",
         "num_slots": 3,
         "max_model_len": 99,
@@ -87,7 +88,8 @@ def test_a_route_s_policy_is_the_file_s_with_its_own_longest_queue(tmp_path: Pat
         (["a", "b", "--name", "c"], "--name is for a single MODEL"),
         (["a", "--route", "chat"], "expected NAME=MODEL"),
         (["a", "--route", "=b"], "expected NAME=MODEL"),
-        (["a", "--route", "c=b,colour=red"], "'colour' is not one of dtype, kv"),
+        (["a", "--route", "c=b,colour=red"], "'colour' is not one of dtype, quantize"),
+        (["a", "--route", "c=b,quantize=int3"], "'int3' is not one of none, f32, bf16, int8"),
         (["a", "--route", "c=b,slots=many"], "slots: 'many' is no whole number"),
         (["a", "--route", "c=b,kv=int8,kv_format=int8"], "kv_format is there twice"),
         (["a", "--route", "c=b,kv_memory=big"], "kv_memory: 'big' is no size"),
