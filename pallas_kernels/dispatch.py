@@ -25,6 +25,8 @@ class Target:
     """cpu, tpu or gpu, as in jax."""
     device_kind: str = ""
     """The vendor's name, "TPU v6 lite" say."""
+    native: bool = False
+    """Whether the kernels of `pallas_kernels.native` are loaded, for programs of this process on CPU."""
     num_cores: int = 1
     """Cores that share one program of one device (two on TPU v4 and v5p)."""
     overrides: tuple[tuple[str, str], ...] = ()
@@ -34,7 +36,7 @@ class Target:
     def of(cls, device: Any) -> Target:
         """That of a jax device, present or only described."""
         platform = "gpu" if device.platform in ("cuda", "rocm") else device.platform
-        return cls(platform, device.device_kind, getattr(device, "num_cores", None) or 1)
+        return cls(platform, device.device_kind, num_cores=getattr(device, "num_cores", None) or 1)
 
 
 @dataclass(frozen=True)

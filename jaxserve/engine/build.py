@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +22,11 @@ from jaxserve.model.transformer import LayerLoop, Params
 from jaxserve.quantization import RECIPES, recipe_named, recipe_of_label
 from jaxserve.speculation import DEFAULT_MAX_DRAFTS, SPECULATIVE, Speculative
 from jaxserve.weights import AnyCheckpoint, Checkpoint, cache_home
+from pallas_kernels import native
+from pallas_kernels.dispatch import Target, default_target
 from pallas_kernels.page_layout import PageLayout
+
+LOGGER = logging.getLogger(__name__)
 
 Progress = Callable[[str, int, int], None]
 """Called, from either of two threads, with "load" or "compile", what is done so far, and the total."""
@@ -122,9 +127,23 @@ def build_engine(
     with ThreadPoolExecutor(1, "jaxserve-load") as pool:
         loaded = pool.submit(lambda: params or load_parameters(checkpoint, config, on_progress))
         programs = compile_programs(
-            config, layer_loop, on_progress=lambda done, total: on_progress("compile", done, total)
+            config,
+            layer_loop,
+            target=_target(),
+            on_progress=lambda done, total: on_progress("compile", done, total),
         )
         return DeviceEngine(config, loaded.result(), programs)
+
+
+def _target() -> Target:
+    """The device at hand, its own kernels made known to it."""
+    target = default_target()
+    if target.platform != "cpu":
+        return target
+    failure = native.load(cache_home() / "native")
+    if failure:
+        LOGGER.info("kernels for this CPU are XLA's: %s", failure)
+    return replace(target, native=failure is None)
 
 
 def configure(checkpoint: AnyCheckpoint, options: EngineOptions) -> EngineConfig:

@@ -35,7 +35,7 @@ from jaxserve.model.cache import page_layouts
 from jaxserve.model.transformer import LayerLoop, Transformer
 from jaxserve.plan import SamplingParams, SlotLoad, StepPlan, StepShape
 from jaxserve.quantization import recipe_named
-from pallas_kernels.dispatch import default_target
+from pallas_kernels.dispatch import Target, default_target
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +76,7 @@ def compile_programs(
     config: EngineConfig,
     layer_loop: LayerLoop,
     *,
+    target: Target | None = None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Programs:
     """Compile every program, or read it from the persistent compilation cache.
@@ -83,11 +84,12 @@ def compile_programs(
     Args:
         config: what to compile for.
         layer_loop: how the parameters will be placed.
+        target: the device, for which kernels are chosen; by default jax's own.
         on_progress: called with the programs compiled so far and their total.
     """
     started = time.monotonic()
     layouts = page_layouts(config, jax.default_backend())
-    transformer = Transformer(config, layouts, layer_loop, target=default_target())
+    transformer = Transformer(config, layouts, layer_loop, target=target or default_target())
     recipe = recipe_named(config.recipe) if config.recipe else None
     params = abstract_parameters(config.model, config.compute_format, layer_loop, recipe)
     state = jax.eval_shape(functools.partial(make_state, config, layouts))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax
@@ -11,6 +12,8 @@ import numpy as np
 from jaxserve.config import Activation, LayerKind
 from jaxserve.quantization.products import Reach, direct, quantised_product
 from jaxserve.quantization.weight import QuantisedWeight, dequantise
+from pallas_kernels.dispatch import Target
+from pallas_kernels.int8_matmul import int8_matmul
 
 Weight = jax.Array | QuantisedWeight
 """A matrix `[*out, *in]`."""
@@ -51,14 +54,21 @@ def product(x: jax.Array, weight: Weight) -> jax.Array:
     return contract(x, weight)
 
 
-def product_flat(x: jax.Array, weight: Weight, reach: Reach | None = None) -> jax.Array:
+def product_flat(
+    x: jax.Array, weight: Weight, reach: Reach | None = None, *, target: Target | None = None
+) -> jax.Array:
     """The same on one device, as a product of two matrices: all that XLA's kernels on CPU are fast at.
 
-    `reach`: how to come by the matrix's numbers where they must be chosen while the program runs.
+    Args:
+        x: the rows.
+        weight: the matrix.
+        reach: how to come by the matrix's numbers where they must be chosen while the program runs.
+        target: the device, for which kernels are chosen.
     """
+    contract = functools.partial(contract_flat, target=target)
     if isinstance(weight, QuantisedWeight):
-        return quantised_product(x, weight, contract_flat, reach or direct(weight.values))
-    return (reach or direct(weight))(lambda values, x: contract_flat(x, values), x)
+        return quantised_product(x, weight, contract, reach or direct(weight.values))
+    return (reach or direct(weight))(lambda values, x: contract(x, values), x)
 
 
 def contract(x: jax.Array, weight: jax.Array) -> jax.Array:
@@ -75,11 +85,12 @@ def contract(x: jax.Array, weight: jax.Array) -> jax.Array:
     )
 
 
-def contract_flat(x: jax.Array, weight: jax.Array) -> jax.Array:
+def contract_flat(x: jax.Array, weight: jax.Array, *, target: Target | None = None) -> jax.Array:
     """The same with the axes of each factor joined to two."""
     num_outputs = weight.ndim - x.ndim + 1
     matrix = weight.reshape(math.prod(weight.shape[:num_outputs]), -1)
-    out = contract(x.reshape(x.shape[0], -1), matrix)
+    rows = x.reshape(x.shape[0], -1)
+    out = int8_matmul(rows, matrix, target=target) if x.dtype == jnp.int8 else contract(rows, matrix)
     return out.reshape(-1, *weight.shape[:num_outputs])
 
 

@@ -63,6 +63,7 @@ class LayerWeights:
 
     parameters: Mapping[str, Any]
     repetition: jax.Array | int
+    target: Target
 
     def small(self, name: str) -> jax.Array:
         """A norm, a bias or a router."""
@@ -83,7 +84,7 @@ class LayerWeights:
         if isinstance(weight, QuantisedWeight):
             zeros = None if weight.zeros is None else self._own(weight.zeros)
             weight = QuantisedWeight(None, self._own(weight.scales), zeros, weight.format)
-        out = product_flat(x, weight, switch)
+        out = product_flat(x, weight, switch, target=self.target)
         return (out if bias is None else out + bias[None]).astype(x.dtype)
 
     def _own(self, stack: Any) -> jax.Array:
@@ -138,7 +139,8 @@ class Transformer:
         model = self.model
         normed_RD = self._norm(x_RD, params["final_norm"])
         table_VD = params["embed"] if model.tie_embeddings else params["head"]
-        logits_RV = product(normed_RD, table_VD)
+        multiply = product if self.mesh else functools.partial(product_flat, target=self.target)
+        logits_RV = multiply(normed_RD, table_VD)
         if model.logit_softcap:
             logits_RV = model.logit_softcap * jnp.tanh(logits_RV / model.logit_softcap)
         return logits_RV
@@ -163,7 +165,7 @@ class Transformer:
         def repetition(number: jax.Array | int, carry: tuple[jax.Array, Cache]) -> tuple[jax.Array, Cache]:
             x_TD, cache = carry
             for i, kind in enumerate(segment.pattern):
-                layer = LayerWeights(weights[i], number)
+                layer = LayerWeights(weights[i], number, self.target)
                 index = jnp.asarray(places[i].index + number * strides[i], jnp.int32)
                 x_TD, cache = self._layer(
                     kind, layer, places[i].group, index, x_TD, cache, rows, ropes, single

@@ -6,12 +6,15 @@ import jax
 
 from pallas_kernels.dispatch import Implementation, Target, choose
 from pallas_kernels.page_layout import PageLayout
+from pallas_kernels.ragged_paged_attention.cpu import attend_cpu
+from pallas_kernels.ragged_paged_attention.cpu import obstacle as cpu_obstacle
 from pallas_kernels.ragged_paged_attention.params import AttentionParams
 from pallas_kernels.ragged_paged_attention.reference import attend_reference
 from pallas_kernels.ragged_paged_attention.tpu import attend_tpu, obstacle
 
 IMPLEMENTATIONS = (
     Implementation("tpu", "tpu", attend_tpu, obstacle),
+    Implementation("cpu", "cpu", attend_cpu, cpu_obstacle),
     Implementation("reference", None, attend_reference),
 )
 
@@ -58,6 +61,7 @@ def ragged_paged_attention(
         layout=layout,
         params=params,
         table_shape=page_table_SP.shape,
+        native=target.native,
     )
     return chosen.run(
         q_THh,

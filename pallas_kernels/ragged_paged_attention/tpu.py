@@ -32,7 +32,9 @@ MAX_STEP_BYTES = 2 << 20
 """Queries of a grid step."""
 
 
-def obstacle(layout: PageLayout, params: AttentionParams, table_shape: tuple[int, int]) -> str | None:
+def obstacle(
+    layout: PageLayout, params: AttentionParams, table_shape: tuple[int, int], **_: object
+) -> str | None:
     """Why the kernels cannot take a cache group or a batch, or None."""
     if params.exact_order:
         return "the exact order of summation is the reference's"

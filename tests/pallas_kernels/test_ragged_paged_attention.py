@@ -30,7 +30,7 @@ batch_of = functools.cache(make_batch)
 def attend(
     case: AttentionCase, batch: AttentionBatch, implementation: str, single: bool, **params: bool
 ) -> np.ndarray:
-    target = Target(overrides=(("ragged_paged_attention", implementation),))
+    target = Target(native=implementation == "cpu", overrides=(("ragged_paged_attention", implementation),))
 
     @jax.jit
     def run(*arrays: jax.Array) -> jax.Array:
@@ -122,6 +122,32 @@ def test_the_tpu_kernel_attends_to_single_rows(case: AttentionCase) -> None:
     check_single(case, "tpu")
 
 
+ON_CPU = [case for case in CASES if case.kv_format != "float8_e4m3fn" and not case.sinks]
+
+
+@pytest.mark.parametrize("case", ON_CPU, ids=str)
+def test_the_cpu_kernel_attends_to_each_rows_own_sequence(case: AttentionCase, native_kernels: None) -> None:
+    check(case, "cpu")
+    check_single(case, "cpu")
+
+
+def test_the_cpu_kernel_caps_scores_and_leaves_sinks_to_the_reference(native_kernels: None) -> None:
+    check(dataclasses.replace(CASES[2], sinks=False), "cpu")
+    check(CASES[2], "cpu")
+
+
+def test_a_row_of_the_cpu_kernel_is_bitwise_the_same_alone(native_kernels: None) -> None:
+    case = CASES[0]
+    batch, rows = batch_of(case), exact_rows(case)[0]
+    together = attend(case, batch, "cpu", single=False)
+    singles, last = last_rows(case, batch)
+    alone = attend(singles, last, "cpu", single=True)
+    ends = np.cumsum(np.array(case.num_rows))
+    for sequence, num_rows in enumerate(case.num_rows):
+        if num_rows:
+            np.testing.assert_array_equal(together[rows[ends[sequence] - 1]], alone[sequence])
+
+
 def test_a_long_page_table_makes_no_difference() -> None:
     """Beyond 256 KiB the kernels take it in pieces."""
     case = dataclasses.replace(CASES[3], page_size=64, queries_per_kv=8, padded_rows=40)
@@ -139,7 +165,11 @@ def test_what_a_kernel_cannot_take_is_named() -> None:
     case = dataclasses.replace(CASES[9], storage="")
     with pytest.raises(ValueError, match="no multiple of 32"):
         attend(case, batch_of(case), "tpu", single=False)
-    with pytest.raises(ValueError, match="no implementation 'abacus': choose from tpu, reference"):
+    target = Target(overrides=(("ragged_paged_attention", "cpu"),))
+    settings = {"layout": case.layout(), "params": case.params(), "single": False, "target": target}
+    with pytest.raises(ValueError, match="by cpu: no kernels are built for this machine"):
+        ragged_paged_attention(*batch_of(case).arguments, **settings)
+    with pytest.raises(ValueError, match="no implementation 'abacus': choose from tpu, cpu, reference"):
         attend(case, batch_of(case), "abacus", single=False)
 
 

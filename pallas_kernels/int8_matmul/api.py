@@ -1,0 +1,32 @@
+"""The operation's one entry: checks shapes at trace time, then picks an implementation."""
+
+from __future__ import annotations
+
+import jax
+
+from pallas_kernels.dispatch import Implementation, Target, choose
+from pallas_kernels.int8_matmul.cpu import multiply_cpu
+from pallas_kernels.int8_matmul.reference import multiply_reference
+from pallas_kernels.native import obstacle
+
+IMPLEMENTATIONS = (
+    Implementation("cpu", "cpu", multiply_cpu, obstacle),
+    Implementation("reference", None, multiply_reference),
+)
+
+
+def int8_matmul(x_TI: jax.Array, w_OI: jax.Array, *, target: Target | None = None) -> jax.Array:
+    """int32 `[T, O]`: rows of int8 times an int8 matrix, exactly.
+
+    Args:
+        x_TI: the rows.
+        w_OI: the matrix, a row for each output.
+        target: the device to trace for; None for any, which takes the reference.
+
+    Raises ValueError at trace time on shapes that disagree.
+    """
+    if x_TI.ndim != 2 or w_OI.ndim != 2 or x_TI.shape[1] != w_OI.shape[1]:
+        raise ValueError(f"rows {x_TI.shape} times a matrix {w_OI.shape}: the last axes must agree")
+    target = target or Target()
+    chosen, _ = choose("int8_matmul", IMPLEMENTATIONS, target, native=target.native)
+    return chosen.run(x_TI, w_OI)

@@ -1,0 +1,88 @@
+// What the kernels for CPU share: XLA's FFI in C alone, so that they compile in a second, and its threads.
+
+#ifndef JAXSERVE_PALLAS_KERNELS_NATIVE_FFI_H_
+#define JAXSERVE_PALLAS_KERNELS_NATIVE_FFI_H_
+
+#include <algorithm>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <thread>
+
+#include "xla/ffi/api/c_api.h"
+
+namespace jaxserve {
+
+// Whether XLA only asks which version of its interface a kernel was built for; answers it.
+inline bool AnswersMetadata(XLA_FFI_CallFrame* frame) {
+  if (!frame->extension_start || frame->extension_start->type != XLA_FFI_Extension_Metadata) return false;
+  auto* metadata = reinterpret_cast<XLA_FFI_Metadata_Extension*>(frame->extension_start)->metadata;
+  metadata->api_version.major_version = XLA_FFI_API_MAJOR;
+  metadata->api_version.minor_version = XLA_FFI_API_MINOR;
+  return true;
+}
+
+inline XLA_FFI_Error* Fail(const XLA_FFI_CallFrame* frame, const char* message) {
+  XLA_FFI_Error_Create_Args args{};
+  args.struct_size = XLA_FFI_Error_Create_Args_STRUCT_SIZE;
+  args.message = message;
+  args.errc = XLA_FFI_Error_Code_INVALID_ARGUMENT;
+  return frame->api->XLA_FFI_Error_Create(&args);
+}
+
+inline const XLA_FFI_Buffer& Operand(const XLA_FFI_CallFrame* frame, int64_t index) {
+  return *static_cast<const XLA_FFI_Buffer*>(frame->args.args[index]);
+}
+
+inline const XLA_FFI_Buffer& Result(const XLA_FFI_CallFrame* frame) {
+  return *static_cast<const XLA_FFI_Buffer*>(frame->rets.rets[0]);
+}
+
+template <typename T>
+T* Data(const XLA_FFI_Buffer& buffer) {
+  return static_cast<T*>(buffer.data);
+}
+
+// Pieces of work that threads take one after another.
+struct Job {
+  std::function<void(int64_t)> work;
+  int64_t num_pieces;
+  std::atomic<int64_t> next{0}, done{0};
+
+  void Run() {
+    for (int64_t piece; (piece = next.fetch_add(1)) < num_pieces; done.fetch_add(1)) work(piece);
+  }
+};
+
+// work(0) to work(num_pieces - 1), on this thread and on those of XLA's pool that are free. A task of the pool
+// that starts after the last piece was taken finds nothing to do, so nobody waits for one that has not begun.
+inline void ParallelFor(XLA_FFI_CallFrame* frame, int64_t num_pieces, std::function<void(int64_t)> work) {
+  int64_t num_threads = 1;
+  XLA_FFI_ThreadPool_NumThreads_Args count{};
+  count.struct_size = XLA_FFI_ThreadPool_NumThreads_Args_STRUCT_SIZE;
+  count.ctx = frame->ctx;
+  count.num_threads = &num_threads;
+  frame->api->XLA_FFI_ThreadPool_NumThreads(&count);
+  auto job = std::make_shared<Job>();
+  job->work = std::move(work);
+  job->num_pieces = num_pieces;
+  for (int64_t helper = 1; helper < std::min(num_threads, num_pieces); ++helper) {
+    XLA_FFI_ThreadPool_Schedule_Args task{};
+    task.struct_size = XLA_FFI_ThreadPool_Schedule_Args_STRUCT_SIZE;
+    task.ctx = frame->ctx;
+    task.task = [](void* data) {
+      std::unique_ptr<std::shared_ptr<Job>> job(static_cast<std::shared_ptr<Job>*>(data));
+      (*job)->Run();
+    };
+    task.data = new std::shared_ptr<Job>(job);
+    frame->api->XLA_FFI_ThreadPool_Schedule(&task);
+  }
+  job->Run();
+  while (job->done.load(std::memory_order_acquire) < num_pieces) std::this_thread::yield();
+}
+
+}  // namespace jaxserve
+
+#endif  // JAXSERVE_PALLAS_KERNELS_NATIVE_FFI_H_

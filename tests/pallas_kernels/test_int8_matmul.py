@@ -1,0 +1,44 @@
+"""Rows of int8 times an int8 matrix, by XLA and by the kernel for CPU, against numpy."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.dispatch import Target
+from pallas_kernels.int8_matmul import int8_matmul
+
+SHAPES = [
+    (1, 16, 48),
+    (1, 1, 1),
+    (2, 7, 3),
+    (3, 100, 49),
+    (4, 33, 50),
+    (5, 64, 97),
+    (17, 576, 96),
+    (70, 40, 5),
+]
+"""Rows, inputs, outputs: whole tiles, and rests of each."""
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("native", [False, True], ids=["reference", "cpu"])
+def test_sums_are_exact(shape: tuple[int, int, int], native: bool, request: pytest.FixtureRequest) -> None:
+    if native:
+        request.getfixturevalue("native_kernels")
+    num_rows, num_inputs, num_outputs = shape
+    random = np.random.default_rng(num_rows)
+    x = random.integers(-128, 128, (num_rows, num_inputs)).astype(np.int8)
+    w = random.integers(-128, 128, (num_outputs, num_inputs)).astype(np.int8)
+    x[0], w[0] = -128, -128  # The largest products.
+    multiply = jax.jit(functools.partial(int8_matmul, target=Target(native=native)))
+    np.testing.assert_array_equal(multiply(x, w), x.astype(np.int32) @ w.astype(np.int32).T)
+
+
+def test_shapes_that_disagree_are_named() -> None:
+    with pytest.raises(ValueError, match=r"rows \(2, 3\) times a matrix \(4, 5\)"):
+        int8_matmul(jnp.zeros((2, 3), jnp.int8), jnp.zeros((4, 5), jnp.int8))
