@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 #include <vector>
 
 #include "native/ffi.h"
@@ -68,7 +69,8 @@ struct Problem {
   float* out;
 
   int64_t queries_per_kv() const { return num_heads / num_kv_heads; }
-  int64_t depth() const { return (head_size + kWidth - 1) / kWidth * kWidth; }
+  // Of a key or value in whole pairs of vectors; lanes past the head size are zeros.
+  int64_t depth() const { return (head_size + 2 * kWidth - 1) / (2 * kWidth) * (2 * kWidth); }
 };
 
 // Some rows of one sequence, for one KV head.
@@ -76,51 +78,103 @@ struct Piece {
   int64_t sequence, head, first_row, num_rows, first_position;
 };
 
-float Number(const Problem& p, int64_t index) {
-  switch (p.format) {
-    case kBfloat16: {
-      const uint32_t bits = uint32_t{static_cast<const uint16_t*>(p.pool)[index]} << 16;
-      float x;
-      std::memcpy(&x, &bits, sizeof x);
-      return x;
+Vector Numbers(const float* x) { return Load(x); }
+
+Vector Numbers(const uint16_t* x) {  // bfloat16: the upper half of a float32
+  typedef uint16_t Halves __attribute__((vector_size(16)));
+  typedef uint32_t Bits __attribute__((vector_size(32)));
+  Halves halves;
+  std::memcpy(&halves, x, sizeof halves);
+  const Bits bits = __builtin_convertvector(halves, Bits) << 16;
+  Vector v;
+  std::memcpy(&v, &bits, sizeof v);
+  return v;
+}
+
+Vector Numbers(const int8_t* x) {
+  typedef int8_t Bytes __attribute__((vector_size(8)));
+  Bytes bytes;
+  std::memcpy(&bytes, x, sizeof bytes);
+  return __builtin_convertvector(__builtin_convertvector(bytes, Integers), Vector);
+}
+
+// rows[i][j] becomes rows[j][i].
+void Transpose(Vector rows[kWidth]) {
+  Vector a[kWidth], b[kWidth];
+  for (int i = 0; i < 4; ++i) {  // Pairs of rows interleaved, within each half of 128 bits.
+    a[2 * i] = __builtin_shuffle(rows[2 * i], rows[2 * i + 1], Integers{0, 8, 1, 9, 4, 12, 5, 13});
+    a[2 * i + 1] = __builtin_shuffle(rows[2 * i], rows[2 * i + 1], Integers{2, 10, 3, 11, 6, 14, 7, 15});
+  }
+  for (int i = 0; i < 2; ++i) {  // Pairs of pairs.
+    for (int j = 0; j < 2; ++j) {
+      b[4 * i + 2 * j] = __builtin_shuffle(a[4 * i + j], a[4 * i + 2 + j], Integers{0, 1, 8, 9, 4, 5, 12, 13});
+      b[4 * i + 2 * j + 1] =
+          __builtin_shuffle(a[4 * i + j], a[4 * i + 2 + j], Integers{2, 3, 10, 11, 6, 7, 14, 15});
     }
-    case kInt8:
-      return static_cast<const int8_t*>(p.pool)[index];
-    default:
-      return static_cast<const float*>(p.pool)[index];
+  }
+  for (int i = 0; i < 4; ++i) {  // The halves.
+    rows[i] = __builtin_shuffle(b[i], b[4 + i], Integers{0, 1, 2, 3, 8, 9, 10, 11});
+    rows[4 + i] = __builtin_shuffle(b[i], b[4 + i], Integers{4, 5, 6, 7, 12, 13, 14, 15});
+  }
+}
+
+// Where a block's numbers lie, and which of its positions may be read.
+struct Block {
+  int64_t head;      // First row of the head's planes.
+  int64_t token;     // Of the page: its first.
+  int64_t from, to;  // Of the block, readable.
+  const float *key_scales, *value_scales;
+};
+
+Block FindBlock(const Problem& p, const Piece& piece, int64_t first, int64_t low, int64_t high) {
+  const int64_t entry = piece.sequence * p.pages_per_sequence + first / p.page_size;
+  const int64_t head = (p.first_page + p.page_table[entry]) * p.num_kv_heads + piece.head;
+  const int64_t token = first % p.page_size;
+  const float* scales = p.scales + (p.format == kInt8 ? head * 2 * p.page_size + token : 0);
+  return {head * p.planes * p.page_size, token, std::max<int64_t>(0, low - first),
+          std::min(kTokens, high - first), scales, scales + p.page_size};
+}
+
+// Starts to fetch a block, whose planes lie apart.
+void Prefetch(const Problem& p, const Block& block) {
+  const int64_t item = p.format == kFloat32 ? 4 : p.format == kBfloat16 ? 2 : 1;
+  const char* pool = static_cast<const char*>(p.pool);
+  for (int64_t plane = 0; plane < p.planes; ++plane) {
+    const char* rows = pool + (block.head + plane * p.page_size + block.token) * kLanes * item;
+    for (int64_t byte = 0; byte < kTokens * kLanes * item; byte += 64) __builtin_prefetch(rows + byte);
   }
 }
 
 // The keys of a block, transposed to [depth][kTokens], and its values [kTokens][depth]; zeros for positions that
 // nobody may read, where a page may hold anything, NaN included.
-void ReadBlock(const Problem& p, const Piece& piece, int64_t block, int64_t low, int64_t high, float* keys,
-               float* values) {
-  const int64_t depth = p.depth(), first = block * kTokens;
-  const int64_t page =
-      p.first_page + p.page_table[piece.sequence * p.pages_per_sequence + first / p.page_size];
-  const int64_t lanes = p.planes == 1 ? 64 : p.planes * kLanes / 2;
-  const int64_t head = (page * p.num_kv_heads + piece.head) * p.planes * p.page_size;
-  for (int64_t t = 0; t < kTokens; ++t) {
-    const int64_t position = first + t, token = position % p.page_size;
-    if (position < low || position >= high) {
-      for (int64_t d = 0; d < depth; ++d) keys[d * kTokens + t] = values[t * depth + d] = 0.0f;
-      continue;
+template <typename T, bool kWhole>
+void ReadBlock(const Problem& p, const Block& block, float* keys, float* values) {
+  const int64_t depth = p.depth(), value_lane = p.planes == 1 ? 64 : p.planes * kLanes / 2;
+  const auto* pool = static_cast<const T*>(p.pool) + (block.head + block.token) * kLanes;
+  const auto numbers = [&](const T* lane, int64_t t, const float* scales) {
+    if (!kWhole && (t < block.from || t >= block.to)) return Broadcast(0.0f);
+    const Vector stored = Numbers(lane + t * kLanes);
+    return std::is_same_v<T, int8_t> ? stored * scales[t] : stored;
+  };
+  const auto lane = [&](int64_t d) { return pool + d / kLanes * p.page_size * kLanes + d % kLanes; };
+  for (int64_t d = 0; d < depth; d += kWidth) {
+    const T *key = lane(d), *value = lane(value_lane + d);
+    for (int64_t start = 0; start < kTokens; start += kWidth) {
+      Vector rows[kWidth];
+      for (int64_t i = 0; i < kWidth; ++i) rows[i] = numbers(key, start + i, block.key_scales);
+      Transpose(rows);
+      for (int64_t i = 0; i < kWidth; ++i) Store(keys + (d + i) * kTokens + start, rows[i]);
     }
-    float key_scale = 1.0f, value_scale = 1.0f;
-    if (p.format == kInt8) {
-      const float* scales = p.scales + (page * p.num_kv_heads + piece.head) * 2 * p.page_size;
-      key_scale = scales[token];
-      value_scale = scales[p.page_size + token];
-    }
-    for (int64_t start = 0; start < depth; start += kLanes) {
-      const int64_t end = std::min(depth, start + kLanes);
-      const int64_t key = (head + start / kLanes * p.page_size + token) * kLanes - start;
-      const int64_t part = p.planes == 1 ? 0 : (lanes + start) / kLanes;
-      const int64_t value = (head + part * p.page_size + token) * kLanes + (p.planes == 1 ? lanes : 0) - start;
-      for (int64_t d = start; d < end; ++d) keys[d * kTokens + t] = Number(p, key + d) * key_scale;
-      for (int64_t d = start; d < end; ++d) values[t * depth + d] = Number(p, value + d) * value_scale;
-    }
+    for (int64_t t = 0; t < kTokens; ++t) Store(values + t * depth + d, numbers(value, t, block.value_scales));
   }
+}
+
+template <typename T>
+void ReadBlock(const Problem& p, const Block& block, float* keys, float* values) {
+  if (block.from == 0 && block.to == kTokens)
+    ReadBlock<T, true>(p, block, keys, values);
+  else
+    ReadBlock<T, false>(p, block, keys, values);
 }
 
 // What a thread needs for a piece.
@@ -132,47 +186,84 @@ struct Buffers {
         peak(num_queries, kMasked), total(num_queries) {}
 };
 
-// scores[kTokens] of one query against a block.
-void Scores(const float* query, const float* keys, int64_t depth, Vector* scores) {
-  for (int64_t i = 0; i < kVectors; ++i) scores[i] = Broadcast(0.0f);
-  for (int64_t d = 0; d < depth; ++d) {
-    const Vector factor = Broadcast(query[d]);
-    for (int64_t i = 0; i < kVectors; ++i) scores[i] += factor * Load(keys + d * kTokens + i * kWidth);
-  }
-}
-
-// Takes a block into one query's sums; `visible` are the positions [from, to) of the block.
-void Reduce(const Problem& p, Buffers& b, int64_t query, int64_t from, int64_t to) {
+// The weights of a block for one query, from its scores; the query's sums so far are scaled to the new peak.
+void Weigh(const Problem& p, Buffers& b, int64_t query, int64_t from, int64_t to, float* weights) {
   const int64_t depth = p.depth();
-  Vector scores[kVectors];
-  Scores(b.queries.data() + query * depth, b.keys.data(), depth, scores);
-  float weights[kTokens];
-  std::memcpy(weights, scores, sizeof weights);
   if (p.softcap != 0.0f)
-    for (float& score : weights) score = p.softcap * std::tanh(score / p.softcap);
-  for (int64_t t = 0; t < kTokens; ++t)
-    if (t < from || t >= to) weights[t] = kMasked;
-  const float peak = std::max(b.peak[query], *std::max_element(weights, weights + kTokens));
-  float* out = b.out.data() + query * depth;
+    for (int64_t t = 0; t < kTokens; ++t) weights[t] = p.softcap * std::tanh(weights[t] / p.softcap);
+  if (from > 0 || to < kTokens)
+    for (int64_t t = 0; t < kTokens; ++t)
+      if (t < from || t >= to) weights[t] = kMasked;
+  Vector highest = Load(weights);
+  for (int64_t i = kWidth; i < kTokens; i += kWidth) {
+    const Vector other = Load(weights + i);
+    highest = highest > other ? highest : other;
+  }
+  float peak = b.peak[query];
+  for (int64_t i = 0; i < kWidth; ++i) peak = std::max(peak, highest[i]);
   if (peak > b.peak[query]) {
     const float decay = std::exp(b.peak[query] - peak);
     b.total[query] *= decay;
+    float* out = b.out.data() + query * depth;
     for (int64_t d = 0; d < depth; d += kWidth) Store(out + d, Load(out + d) * decay);
     b.peak[query] = peak;
   }
   Vector sum = Broadcast(0.0f);
   for (int64_t i = 0; i < kTokens; i += kWidth) {
-    const Vector masked = Load(weights + i);
-    Vector weight = Exp(masked - peak);
-    weight = masked > kMasked ? weight : Broadcast(0.0f);
+    const Vector score = Load(weights + i);
+    const Vector weight = score > kMasked ? Exp(score - peak) : Broadcast(0.0f);
     Store(weights + i, weight);
     sum += weight;
   }
   for (int64_t i = 0; i < kWidth; ++i) b.total[query] += sum[i];
-  for (int64_t d = 0; d < depth; d += kWidth) {
-    Vector mixed = Load(out + d);
-    for (int64_t t = 0; t < kTokens; ++t) mixed += weights[t] * Load(b.values.data() + t * depth + d);
-    Store(out + d, mixed);
+}
+
+// Takes a block into the sums of N neighbouring queries, which share its numbers in registers.
+template <int N>
+void Reduce(const Problem& p, const Piece& piece, Buffers& b, int64_t query, int64_t first) {
+  const int64_t depth = p.depth();
+  Vector scores[N][kVectors] = {};
+  for (int64_t d = 0; d < depth; ++d)
+    for (int n = 0; n < N; ++n)
+      for (int64_t i = 0; i < kVectors; ++i)
+        scores[n][i] += b.queries[(query + n) * depth + d] * Load(b.keys.data() + d * kTokens + i * kWidth);
+  float weights[N][kTokens];
+  std::memcpy(weights, scores, sizeof weights);
+  for (int n = 0; n < N; ++n) {
+    const int64_t position = piece.first_position + (query + n) / p.queries_per_kv();
+    const int64_t from = p.window ? position - p.window + 1 - first : 0, to = position + 1 - first;
+    if (to > 0 && from < kTokens)
+      Weigh(p, b, query + n, from, to, weights[n]);
+    else
+      std::memset(weights[n], 0, sizeof weights[n]);
+  }
+  for (int64_t d = 0; d < depth; d += 2 * kWidth) {
+    Vector low[N], high[N];
+    for (int n = 0; n < N; ++n) {
+      low[n] = Load(b.out.data() + (query + n) * depth + d);
+      high[n] = Load(b.out.data() + (query + n) * depth + d + kWidth);
+    }
+    for (int64_t t = 0; t < kTokens; ++t) {
+      const float* values = b.values.data() + t * depth + d;
+      for (int n = 0; n < N; ++n) {
+        low[n] += weights[n][t] * Load(values);
+        high[n] += weights[n][t] * Load(values + kWidth);
+      }
+    }
+    for (int n = 0; n < N; ++n) {
+      Store(b.out.data() + (query + n) * depth + d, low[n]);
+      Store(b.out.data() + (query + n) * depth + d + kWidth, high[n]);
+    }
+  }
+}
+
+void ReduceAll(const Problem& p, const Piece& piece, Buffers& b, int64_t num_queries, int64_t first) {
+  int64_t query = 0;
+  for (; query + 4 <= num_queries; query += 4) Reduce<4>(p, piece, b, query, first);
+  switch (num_queries - query) {
+    case 3: return Reduce<3>(p, piece, b, query, first);
+    case 2: return Reduce<2>(p, piece, b, query, first);
+    case 1: return Reduce<1>(p, piece, b, query, first);
   }
 }
 
@@ -186,14 +277,20 @@ void Attend(const Problem& p, const Piece& piece) {
     for (int64_t d = 0; d < p.head_size; ++d) b.queries[query * depth + d] = p.q[index(query) + d] * p.scale;
   const int64_t last = piece.first_position + piece.num_rows;  // One past the last row's position.
   const int64_t low = p.window ? std::max<int64_t>(0, piece.first_position - p.window + 1) : 0;
-  for (int64_t block = low / kTokens; block * kTokens < last; ++block) {
-    ReadBlock(p, piece, block, low, last, b.keys.data(), b.values.data());
-    for (int64_t query = 0; query < num_queries; ++query) {
-      const int64_t position = piece.first_position + query / group;
-      const int64_t from = p.window ? position - p.window + 1 - block * kTokens : 0;
-      const int64_t to = position + 1 - block * kTokens;
-      if (to > 0 && from < kTokens) Reduce(p, b, query, from, to);
+  Block next = FindBlock(p, piece, low / kTokens * kTokens, low, last);
+  for (int64_t first = low / kTokens * kTokens; first < last; first += kTokens) {
+    const Block block = next;
+    if (first + kTokens < last) {
+      next = FindBlock(p, piece, first + kTokens, low, last);
+      Prefetch(p, next);
     }
+    if (p.format == kFloat32)
+      ReadBlock<float>(p, block, b.keys.data(), b.values.data());
+    else if (p.format == kBfloat16)
+      ReadBlock<uint16_t>(p, block, b.keys.data(), b.values.data());
+    else
+      ReadBlock<int8_t>(p, block, b.keys.data(), b.values.data());
+    ReduceAll(p, piece, b, num_queries, first);
   }
   for (int64_t query = 0; query < num_queries; ++query)
     for (int64_t d = 0; d < p.head_size; ++d)
