@@ -29,3 +29,13 @@ def shared_data() -> Path:
     if not SHARED_DATA.is_dir():
         pytest.skip(f"needs the data folder {SHARED_DATA}")
     return SHARED_DATA
+
+
+@pytest.fixture(scope="session")
+def native_kernels() -> None:
+    """The kernels for this CPU, built or found; skips where that cannot be."""
+    from jaxserve.weights import cache_home
+    from pallas_kernels import native
+
+    if failure := native.load(cache_home() / "native"):
+        pytest.skip(failure)

@@ -16,10 +16,17 @@ from jaxserve.outputs import RequestOutput
 from jaxserve.plan import SamplingParams
 from jaxserve.quantization import recipe_named
 from jaxserve.weights import Checkpoint, open_checkpoint
+from pallas_kernels.dispatch import Target
 
 
-def small_engine(folder: Path, layer_loop: LayerLoop = "switched", **settings: Any) -> DeviceEngine:
-    """An engine of few, small programs; `settings` are fields of EngineConfig, or num_pages, kv_format."""
+def small_engine(
+    folder: Path, layer_loop: LayerLoop = "switched", *, native: bool = False, **settings: Any
+) -> DeviceEngine:
+    """An engine of few, small programs.
+
+    `native`: by the kernels for this CPU, which must be loaded. `settings` are fields of EngineConfig, or
+    num_pages, kv_format.
+    """
     checkpoint = open_checkpoint(folder)
     model = checkpoint.config
     kv_format = settings.pop("kv_format", settings.get("compute_format", "float32"))
@@ -37,7 +44,7 @@ def small_engine(folder: Path, layer_loop: LayerLoop = "switched", **settings: A
         **(defaults | settings),
     )
     params = place_parameters(_named_parameters(checkpoint, config), model, layer_loop)
-    return DeviceEngine(config, params, compile_programs(config, layer_loop))
+    return DeviceEngine(config, params, compile_programs(config, layer_loop, target=Target(native=native)))
 
 
 def _named_parameters(checkpoint: Checkpoint, config: EngineConfig) -> Named:
