@@ -47,7 +47,7 @@ def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
     [
         ("llama_gqa_tied", "float32", 1e-4),
         ("gemma3", "float32", 1e-4),
-        # Where a key is stored in fewer bits, a rounding error before decides now and then which number it is.
+        # Where a key has fewer bits, a rounding error before it decides now and then which number is stored.
         ("qwen3_moe", "bfloat16", 1e-3),
         ("qwen2", "int8", 1e-2),
     ],
