@@ -36,8 +36,11 @@ def words(rows: np.ndarray, bits: int, order: tuple[int, ...] | None = None) -> 
     return np.array(packed, np.uint32).view(np.int32)
 
 
-def drawn_scales(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any = np.float16) -> np.ndarray:
-    return (0.002 + 0.01 * rng.random(shape)).astype(dtype)
+def drawn_scales(
+    rng: np.random.Generator, shape: tuple[int, ...], dtype: Any = np.float16, bits: int = 4
+) -> np.ndarray:
+    """Such that weights are of a size that models have."""
+    return ((0.03 + 0.15 * rng.random(shape)) / 2**bits).astype(dtype)
 
 
 def numbers(values: np.ndarray, zeros: Any, scales: np.ndarray, group_of: np.ndarray) -> np.ndarray:
@@ -74,7 +77,7 @@ def gptq(
         zeros = np.full((outputs, inputs // size), 2 ** (bits - 1))
         if not sym:  # The first version cannot write a zero of 0.
             zeros = rng.integers(1, 2**bits, zeros.shape)
-        scales = drawn_scales(rng, zeros.shape)
+        scales = drawn_scales(rng, zeros.shape, bits=bits)
         group_of = np.arange(inputs, dtype=np.int32) // size
         if act_order:
             rng.shuffle(group_of)
@@ -106,7 +109,7 @@ def packed(
         zeros = np.zeros((outputs, inputs // size), np.int64)
         if not symmetric:
             zeros = rng.integers(-half, half, zeros.shape)
-        scales = drawn_scales(rng, zeros.shape, scale_type)
+        scales = drawn_scales(rng, zeros.shape, scale_type, bits)
         group_of = np.arange(inputs, dtype=np.int32) // size
         if act_order:
             rng.shuffle(group_of)
@@ -149,7 +152,7 @@ def plain_type(
             "group": (outputs, inputs // block[1]),
             "block": (-(-outputs // block[0]), -(-inputs // block[1])),
         }
-        scales = np.asarray(drawn_scales(rng, shapes[scale], scale_type))
+        scales = np.asarray(drawn_scales(rng, shapes[scale], scale_type, 8))
         rows, columns = np.arange(outputs)[:, None], np.arange(inputs)[None]
         if scale == "block":
             each = scales[rows // block[0], columns // block[1]]

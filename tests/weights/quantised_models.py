@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+from safetensors.numpy import load_file, save_file
 
 from tests.weights.packers import (
     Packer,
@@ -277,3 +280,26 @@ def _section(quantisation: dict[str, Any], name: str) -> dict[str, Any]:
         return quantisation
     group = quantisation["config_groups"]["group_0"]
     return {"group": group, "weights": group["weights"], "activations": group["input_activations"]}[name]
+
+
+def quantise_folder(source: Path, target: Path, case: Case) -> Path:
+    """A copy of a model's folder with its linear modules drawn anew in a scheme.
+
+    `target / "stored"`, which is returned, has them quantised; `target / "plain"` has them in float32.
+    """
+    config = json.loads((source / "config.json").read_text())
+    tensors: dict[str, np.ndarray] = {}
+    for file in sorted(source.glob("*.safetensors")):
+        tensors |= load_file(file)
+    stored, exact = quantise_modules(tensors, case.packer)
+    for name, content, own in (
+        ("stored", stored, {"quantization_config": case.config}),
+        ("plain", exact, {}),
+    ):
+        folder = target / name
+        folder.mkdir(parents=True)
+        for file in source.glob("*token*"):
+            shutil.copy(file, folder)
+        (folder / "config.json").write_text(json.dumps(config | own))
+        save_file(content, folder / "model.safetensors")
+    return target / "stored"

@@ -87,9 +87,8 @@ class GptqScheme(Scheme):
         zeros = (zeros + np.uint8(self.zero_shift)) & np.uint8(2**self.bits - 1)
         half = 2 ** (self.bits - 1)
         if not self.zeros and np.any(zeros != half):
-            raise ValueError(
-                f"qzeros hold {zeros[zeros != half][0]}, expected {half} throughout: sym is true"
-            )
+            other = zeros[zeros != half][0]
+            raise ValueError(f"qzeros holds {other}, expected {half} throughout: sym is true")
         if self.bits == 8:  # around zero
             values, zeros = (values ^ np.uint8(half)).view(np.int8), (zeros ^ np.uint8(half)).view(np.int8)
         groups = self._group_of(found["g_idx"], self.num_groups(inputs))
