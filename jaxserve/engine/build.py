@@ -54,7 +54,8 @@ class EngineOptions:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of weights and activations; float32 on CPU, bfloat16 elsewhere."""
     quantize: str | None = None
-    """Recipe of the weights, a name of `jaxserve.quantization.RECIPES`; None keeps them in `dtype`."""
+    """Recipe of the weights, a name of `jaxserve.quantization.RECIPES`; None keeps them in `dtype`, or as the
+    checkpoint stores them if it is quantised already. "f32" or "bf16" widens such weights."""
     kv_format: Literal["auto", "float32", "bfloat16", "int8", "float8_e4m3fn"] = "auto"
     """Of the KV pool; by default as `dtype`."""
     page_size: int | None = None

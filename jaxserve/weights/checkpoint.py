@@ -159,8 +159,9 @@ def _refuse_surplus(
         own = source.tensors.values() if isinstance(source, StoredModule) else (source,)
         expected |= {tensor.name for tensor in own}
     for name, tensor in tensors.items():
-        tolerated = quantised is not None and quantised.tolerates(name)
-        if name not in expected and not tolerated and not _is_redundant(name, config):
+        if name in expected or _is_redundant(name, config):
+            continue
+        if quantised is None or not quantised.tolerates(tensor, tensors):
             raise ValueError(f"{tensor.file}: tensor {name} is surplus, no {config.family} model has it")
 
 

@@ -291,6 +291,39 @@ def test_scales_of_a_quantised_cache_are_said_to_be_unused(written) -> None:
     )
 
 
+def test_a_bias_that_is_zero_may_be_there(written) -> None:
+    bias = "model.layers.0.mlp.down_proj.bias"
+    zero, one = (np.full(64, value, np.float16) for value in (0.0, 1.0))
+    open_checkpoint(written("llama", CASES["gptq int4"], add={bias: zero}).folder)
+    for case, value in (("gptq int4", one), ("fp8 blocks", zero)):
+        with pytest.raises(ValueError, match=f"tensor {bias} is surplus"):
+            open_checkpoint(written("llama", CASES[case], add={bias: value}).folder)
+
+
+def test_what_tools_note_is_no_hindrance(written) -> None:
+    notes = {"format": "gemm", "checkpoint_format": "gemm", "meta": {"quantizer": ["x:1"]}, "lm_head": False}
+    notes |= {"sym": False, "desc_act": False, "pack_dtype": "int32", "backend": "autoawq", "do_fuse": False}
+    edit = {f"quantization_config.{key}": value for key, value in notes.items()}
+    assert open_checkpoint(written("llama", CASES["awq"], edit=edit).folder).stored is not None
+
+
+def test_modules_that_a_pattern_leaves_out_are_plain(written) -> None:
+    model = written(
+        "llama",
+        CASES["gptq int4"],
+        edit={"quantization_config.dynamic": {"-:.*o_proj": {}}},
+        chosen=lambda name, shape: packers.is_linear(name, shape) and "o_proj" not in name,
+    )
+    stored = open_checkpoint(model.folder).stored
+    assert stored is not None
+    assert stored.recipe is not None
+    assert [pattern for pattern, _ in stored.recipe.rules] == [
+        "layers.*.qkv",
+        "layers.*.gate_up",
+        "layers.*.down",
+    ]
+
+
 def test_the_config_is_part_of_the_identity(written) -> None:
     """The same bytes under another version of the layout are other numbers."""
     prints = [

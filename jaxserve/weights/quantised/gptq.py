@@ -20,9 +20,6 @@ _AWQ_BITS = 4
 # The output that each four bits of a word belong to is 0, 2, 4, 6, 1, 3, 5, 7; this is where each output is.
 _AWQ_PLACES = np.array([0, 4, 1, 5, 2, 6, 3, 7])
 
-# What tools note of how they arrived at the numbers.
-_AWQ_NOTES = ("backend", "do_fuse", "fuse_max_seq_len", "modules_to_fuse", "exllama_config")
-
 
 def _check_words(count: int, bits: int, side: str) -> None:
     if count * bits % WORD_BITS:
@@ -110,12 +107,10 @@ def awq_scheme(settings: Settings) -> Scheme:
     bits = settings.integer("bits" if settings.mentions("bits") else "w_bit")
     if bits != _AWQ_BITS:
         settings.refuse("bits" if settings.mentions("bits") else "w_bit", "4")
-    version = settings.get("version")
-    if version is not None and str(version).lower() != "gemm":
-        settings.refuse("version", "gemm")
-    settings.insist({"zero_point": True})
-    for key in _AWQ_NOTES:
-        settings.get(key)
+    for key in ("version", "format", "checkpoint_format"):
+        if str(settings.get(key) or "gemm").lower() != "gemm":
+            settings.refuse(key, "gemm")
+    settings.insist({"zero_point": True, "sym": False, "desc_act": False})
     group = group_size(settings, "group_size" if settings.mentions("group_size") else "q_group_size")
     return AwqScheme(method="awq", bits=bits, group=group, zeros=True)
 
@@ -127,7 +122,7 @@ def gptq_scheme(settings: Settings) -> Scheme:
         settings.refuse("bits", "4 or 8")
     layout_key = "checkpoint_format" if settings.mentions("checkpoint_format") else "format"
     layout = settings.choice(layout_key, ("gptq", "gptq_v2"), "gptq")
-    settings.insist({"is_marlin_format": False, "pack_dtype": "int32"})
+    settings.insist({"is_marlin_format": False})
     group = group_size(settings, "group_size")
     return GptqScheme(
         method="gptq",

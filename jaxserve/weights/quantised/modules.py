@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+
 from jaxserve.weights.layout import Part
 from jaxserve.weights.quantised.compressed_tensors import METHOD, Group, compressed_groups, matches
 from jaxserve.weights.quantised.gptq import awq_scheme, gptq_scheme
@@ -19,7 +21,8 @@ _SCHEMES = {"awq": awq_scheme, "gptq": gptq_scheme, "fp8": fp8_scheme}
 _WEIGHT = ".weight"
 _KV_SCALE = re.compile(r".*\.self_attn\.[qkv]_scale")
 
-# What GPTQ's tools note of how they arrived at the numbers; the file says which modules they rounded.
+# What tools note of how they arrived at the numbers, or how they load them. The file says which modules they
+# rounded.
 _NOTES = (
     "act_group_aware",
     "batch_size",
@@ -47,6 +50,11 @@ _NOTES = (
     "max_input_len",
     "backend",
     "mse",
+    "do_fuse",
+    "fuse_max_seq_len",
+    "modules_to_fuse",
+    "scale_fmt",
+    "dequantize",
 )
 
 
@@ -100,9 +108,13 @@ class QuantisedModules:
             return None
         return scheme
 
-    def tolerates(self, tensor: str) -> bool:
-        """Whether a tensor may be there beside those of the modules."""
-        return self.kv_scales and _KV_SCALE.fullmatch(tensor) is not None
+    def tolerates(self, tensor: StoredTensor, tensors: Mapping[str, StoredTensor]) -> bool:
+        """Whether a tensor that no parameter has may be there: a cache's scale, or a bias that is zero."""
+        if self.kv_scales and _KV_SCALE.fullmatch(tensor.name):
+            return True
+        module, _, suffix = tensor.name.rpartition(".")
+        # Early tools of GPTQ gave every module a bias.
+        return suffix == "bias" and f"{module}.qweight" in tensors and not np.any(tensor.read())
 
     def _is_listed_plain(self, module: str) -> bool:
         if matches(module, self.plain):
@@ -129,10 +141,10 @@ def read_quantisation(config: Path) -> QuantisedModules | None:
         return _compressed(settings)
     scheme = _SCHEMES[method](settings)
     plain = _names(settings, "modules_to_not_convert") + _names(settings, "ignored_layers")
-    if method == "gptq":
-        plain += _skipped(settings)
-        for key in _NOTES:
-            settings.get(key)
+    plain += _skipped(settings)
+    settings.insist({"modules_to_convert": None, "expert_dtype": "fp8", "pack_dtype": "int32"})
+    for key in _NOTES:
+        settings.get(key)
     settings.refuse_unread("absent: what it asks of the numbers is not known here")
     return QuantisedModules((Group(("Linear",), scheme),), plain, notes=_notes((scheme,)))
 
@@ -196,7 +208,7 @@ def _names(settings: Settings, key: str) -> tuple[str, ...]:
 
 
 def _skipped(settings: Settings) -> tuple[str, ...]:
-    """GPTQ's modules by pattern: `-:` leaves them plain; any other gives them other sizes."""
+    """Modules by pattern, as GPTQ's tools name them: `-:` leaves them plain; others give them other sizes."""
     rules = settings.get("dynamic") or {}
     if not isinstance(rules, dict) or not all(rule.startswith("-:") for rule in rules):
         settings.refuse("dynamic", "patterns that begin with -:")

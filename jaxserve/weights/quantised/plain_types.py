@@ -83,8 +83,6 @@ class PlainTypeScheme(Scheme):
 def fp8_scheme(settings: Settings) -> Scheme:
     """What the `quantization_config` of an fp8 release says of its modules."""
     settings.insist({"fmt": "e4m3"})
-    for key in ("scale_fmt", "dequantize"):  # of how scales were rounded; of how another library loads them
-        settings.get(key)
     static = settings.choice("activation_scheme", ("dynamic", "static"), "dynamic") == "static"
     block = settings.get("weight_block_size")
     if block is None:
