@@ -43,16 +43,19 @@ class Matrix:
 
     def widened(self) -> np.ndarray:
         """Float32 `[out, in]`."""
-        groups = self.group_of
-        if groups is None:
-            num_inputs, num_groups = self.values.shape[1], self.scales.shape[1]
-            groups = np.arange(num_inputs) // (num_inputs // num_groups)
-        numbers = self.values.astype(np.float32)
-        if self.zeros is not None:
-            numbers -= self.zeros.astype(np.float32)[:, groups]
+        numbers = self.values.astype(np.float32, order="C")
+        # A view with an axis of groups, or of single inputs where these are in any order.
+        grouped, scales, zeros = numbers[..., None], self.scales, self.zeros
+        if self.group_of is None:
+            grouped = numbers.reshape(*self.scales.shape, -1)
+        else:
+            scales = scales[:, self.group_of]
+            zeros = None if zeros is None else zeros[:, self.group_of]
+        if zeros is not None:
+            grouped -= zeros[..., None].astype(np.float32)
         elif self.values.dtype == np.uint8:
-            numbers -= INT4_ZERO
-        numbers *= self.scales.astype(np.float32)[:, groups]
+            grouped -= INT4_ZERO
+        grouped *= scales[..., None].astype(np.float32)
         return numbers
 
 
