@@ -183,6 +183,13 @@ class EngineConfig:
     compute_format: FloatFormat = "float32"
     recipe: str | None = None
     """Name of the recipe that gives weights their formats; None keeps them in the compute format."""
+    stored_formats: tuple[tuple[str, str], ...] = ()
+    """Rules of a recipe that a checkpoint brings along, its weights being quantised already: patterns of
+    parameter names, and formats. `recipe` is then its label, name and version."""
+    num_widened: int = 0
+    """Parameters of such a checkpoint that no format holds, and that have the compute format."""
+    converted_from: str = ""
+    """How the checkpoint stored its weights, where they are all loaded in another form."""
     max_logprobs: int = 20
     """Most alternatives that a request may ask for at each position."""
     logprobs_mode: LogprobsMode = "raw"

@@ -103,7 +103,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         help="of the host, for what the KV pool has no room for (default: none)",
     )
     add("--dtype", default="auto", choices=["auto", "float32", "bfloat16"], help="of weights and activations")
-    add("--quantize", choices=RECIPES, help="number formats of the weights (default: as --dtype)")
+    add("--quantize", choices=RECIPES, help="number formats of the weights (default: their own, or --dtype)")
     add("--kv-format", default="auto", choices=["auto", *get_args(KvFormat)], help="of the KV pool")
     add("--speculative", choices=SPECULATIVE, help="draft answers, ngram: as their own text went on before")
     add("--deterministic", action="store_true", help="numerics that do not depend on how work is batched")

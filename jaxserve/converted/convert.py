@@ -11,7 +11,7 @@ from pathlib import Path
 
 from jaxserve.config import FloatFormat
 from jaxserve.converted.parameters import GROUP_BYTES, Parameter, save_parameters
-from jaxserve.engine.parameters import quantised
+from jaxserve.engine.loading import log_conversion, read_parameters
 from jaxserve.model.parameters import model_parameters
 from jaxserve.quantization import Recipe
 from jaxserve.weights import AnyCheckpoint, Checkpoint
@@ -47,7 +47,7 @@ def convert(
     Args:
         checkpoint: the source.
         out: the folder; must not exist.
-        recipe: quantises the parameters; None keeps them as they are.
+        recipe: quantises the parameters; None keeps them as they are, quantised or not.
         compute_format: of what is not quantised; by default bfloat16 if the source is, else float32.
         on_progress: called with the number of parameters written so far, and of all.
         group_bytes: of parameters held in memory at a time.
@@ -60,12 +60,16 @@ def convert(
     if out.exists():
         raise ValueError(f"{out} exists; name a folder that does not")
     stored = _stored_format(checkpoint, recipe, compute_format)
-    recipe = recipe if recipe and recipe.rules else None
+    source = checkpoint.stored
+    own = source.recipe if source and recipe is None else None
+    recipe = own or (recipe if recipe and recipe.rules else None)
     out.parent.mkdir(parents=True, exist_ok=True)
     # Under a name that nobody looks for until all of it is there.
     partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     try:
-        named = _reported(_read(checkpoint, recipe, stored), checkpoint, on_progress)
+        if source:
+            log_conversion(source, recipe, stored)
+        named = _reported(read_parameters(checkpoint, recipe, stored), checkpoint, on_progress)
         groups = save_parameters(named, partial, group_bytes)
         _copy_text(checkpoint, partial)
         manifest = Manifest(
@@ -75,6 +79,9 @@ def convert(
             source=checkpoint.fingerprint,
             groups=groups,
             files=_entries(partial),
+            stored_formats=own.rules if own else (),
+            num_widened=len(source.widened) if source and own else 0,
+            converted_from=source.label if source and not own else "",
         )
         manifest.write(partial)
         partial.chmod(0o777 & ~_umask())
@@ -89,14 +96,6 @@ def _stored_format(checkpoint: Checkpoint, recipe: Recipe | None, asked: FloatFo
     if recipe and of_recipe and asked not in (None, of_recipe):
         raise ValueError(f"recipe {recipe.name!r} is {of_recipe}, and {asked} was asked for")
     return asked or of_recipe or checkpoint.natural_format
-
-
-def _read(
-    checkpoint: Checkpoint, recipe: Recipe | None, compute_format: FloatFormat
-) -> Iterable[tuple[str, Parameter]]:
-    if recipe is None:
-        return checkpoint.read(compute_format)
-    return quantised(checkpoint.read("float32"), checkpoint.config, recipe, compute_format)
 
 
 def _reported(

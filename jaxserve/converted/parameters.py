@@ -19,7 +19,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from jaxserve.config import FloatFormat
 from jaxserve.model.parameters import ParameterInfo, model_parameters
 from jaxserve.quantization import WeightFormat, recipe_of_label
-from jaxserve.quantization.weight import QuantisedWeight, quantise
+from jaxserve.quantization.weight import QuantisedWeight, blank
 from jaxserve.weights.converted import ConvertedCheckpoint, group_folder
 
 Parameter = np.ndarray | jax.Array | QuantisedWeight
@@ -76,7 +76,9 @@ def restore_parameters(
 
     Raises ValueError for a recipe that this version does not know, or knows in another version.
     """
-    recipe = recipe_of_label(checkpoint.recipe) if checkpoint.recipe else None
+    recipe = None
+    if checkpoint.recipe:
+        recipe = recipe_of_label(checkpoint.recipe, checkpoint.stored_formats)
     infos = dict(model_parameters(checkpoint.config))
     place = place or (lambda shape, axes: SingleDeviceSharding(jax.devices()[0]))
     with ocp.PyTreeCheckpointer() as checkpointer:
@@ -116,7 +118,7 @@ def _wanted(
     plain = jnp.float32 if info.full_precision else jnp.dtype(compute_format)
     whole: Any = jax.ShapeDtypeStruct(info.shape, plain)
     if format is not None:
-        whole = jax.eval_shape(lambda: quantise(jnp.zeros(info.shape), format, info.num_input_axes))
+        whole = jax.eval_shape(lambda: blank(info.shape, format, info.num_input_axes))
     arrays = _arrays(whole)
     scale_axes = info.scale_axes(grouped=format is not None and format.group > 0)
     axes = {"values": info.axes, "scales": scale_axes, "zeros": scale_axes}

@@ -14,7 +14,8 @@ import jax
 from jaxserve.config import CacheConfig, EngineConfig, FloatFormat, KvFormat, LogprobsMode, ModelConfig
 from jaxserve.engine.compile_cache import compile_counter, enable_compilation_cache
 from jaxserve.engine.engine import DeviceEngine
-from jaxserve.engine.parameters import Named, place_parameters, quantised
+from jaxserve.engine.loading import named_parameters, stored_as
+from jaxserve.engine.parameters import Named, place_parameters
 from jaxserve.engine.programs import compile_programs
 from jaxserve.engine.state import MAX_EOS_IDS
 from jaxserve.model.parameters import model_parameters
@@ -58,7 +59,8 @@ class EngineOptions:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of weights and activations; float32 on CPU, bfloat16 elsewhere."""
     quantize: str | None = None
-    """Recipe of the weights, a name of `jaxserve.quantization.RECIPES`; None keeps them in `dtype`."""
+    """Recipe of the weights, a name of `jaxserve.quantization.RECIPES`; None keeps them in `dtype`, or as the
+    checkpoint stores them if it is quantised already. "f32" or "bf16" widens such weights."""
     kv_format: Literal["auto", "float32", "bfloat16", "int8", "float8_e4m3fn"] = "auto"
     """Of the KV pool; by default as `dtype`."""
     page_size: int | None = None
@@ -157,15 +159,16 @@ def configure(checkpoint: AnyCheckpoint, options: EngineOptions) -> EngineConfig
     options = _with_recipe(options, checkpoint)
     dtype = resolve_dtype(options, platform)
     model = checkpoint.config
-    return resolve_config(model, options, platform, dtype, _resolve_max_model_len(options, model))
+    config = resolve_config(model, options, platform, dtype, _resolve_max_model_len(options, model))
+    return stored_as(config, checkpoint, options.quantize)
 
 
 def load_parameters(
     checkpoint: AnyCheckpoint, config: EngineConfig, on_progress: Progress = lambda stage, done, total: None
 ) -> Params:
     """A model's parameters on the device, as the programs for this config take them."""
-    loading = _loading(checkpoint, config, on_progress)
-    return place_parameters(loading, checkpoint.config, layer_loop_for(jax.default_backend()))
+    named = _reported(named_parameters(checkpoint, config), config, on_progress)
+    return place_parameters(named, checkpoint.config, layer_loop_for(jax.default_backend()))
 
 
 def resolve_config(
@@ -256,13 +259,14 @@ def _with_recipe(options: EngineOptions, checkpoint: AnyCheckpoint) -> EngineOpt
     """
     if isinstance(checkpoint, Checkpoint) or checkpoint.recipe is None:
         return options
-    name = recipe_of_label(checkpoint.recipe).name
+    name = recipe_of_label(checkpoint.recipe, checkpoint.stored_formats).name
     if options.quantize not in (None, name):
         raise ValueError(
             f"quantize {options.quantize!r}, but {checkpoint.path} has been quantised as {name!r}; "
             "name the model that it was made from"
         )
-    return replace(options, quantize=name)
+    # A recipe that came with the source is none that could be asked for.
+    return options if checkpoint.stored_formats else replace(options, quantize=name)
 
 
 def _resolve_recipe(options: EngineOptions) -> str | None:
@@ -316,23 +320,6 @@ def _default_kv_memory(platform: str) -> int:
     if not stats or "bytes_limit" not in stats:
         raise ValueError(f"the {platform} device does not tell its memory: give kv_memory")
     return int(DEVICE_MEMORY_SHARE * (stats["bytes_limit"] - stats["bytes_in_use"]))
-
-
-def _loading(checkpoint: AnyCheckpoint, config: EngineConfig, on_progress: Progress) -> Named:
-    """The checkpoint's parameters, one at a time, in the formats that the config says."""
-    recipe = None
-    if config.recipe is not None and (isinstance(checkpoint, Checkpoint) or checkpoint.recipe is None):
-        recipe = recipe_named(config.recipe)
-    read_format = "float32" if recipe else config.compute_format
-    if isinstance(checkpoint, Checkpoint):
-        named = checkpoint.read(read_format)
-    else:
-        # Imported here: Orbax takes half a second.
-        from jaxserve.converted.parameters import restore_parameters
-
-        named = restore_parameters(checkpoint, read_format)
-    named = _reported(named, config, on_progress)
-    return quantised(named, config.model, recipe, config.compute_format) if recipe else named
 
 
 def _reported(named: Named, config: EngineConfig, on_progress: Progress) -> Iterator[tuple[str, Any]]:

@@ -11,10 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.config import FloatFormat, ModelConfig
-from jaxserve.model.parameters import EXPERT_NAMES, layer_parameters, model_parameters
+from jaxserve.model.parameters import EXPERT_NAMES, ParameterInfo, layer_parameters, model_parameters
 from jaxserve.model.transformer import LayerLoop
 from jaxserve.quantization import Recipe
-from jaxserve.quantization.weight import QuantisedWeight, quantise
+from jaxserve.quantization.weight import QuantisedWeight, blank, quantise
+from jaxserve.weights.quantised import StoredMatrix
 
 Named = Iterable[tuple[str, np.ndarray | jax.Array | QuantisedWeight]]
 """Canonical names and parameters in the order of `model_parameters`."""
@@ -42,6 +43,17 @@ def quantised(
             yield name, quantise(array, format, info.num_input_axes)
         else:
             yield name, array if info.full_precision else array.astype(jnp.dtype(compute_format))
+
+
+def as_weights(
+    named: Iterable[tuple[str, np.ndarray | StoredMatrix]],
+) -> Iterator[tuple[str, np.ndarray | QuantisedWeight]]:
+    """Parameters as a checkpoint stores them, the quantised ones in the form that is computed with."""
+    for name, array in named:
+        if isinstance(array, StoredMatrix):
+            yield name, QuantisedWeight(array.values, array.scales, array.zeros, array.format)
+        else:
+            yield name, array
 
 
 def place_parameters(named: Named, model: ModelConfig, layer_loop: LayerLoop) -> dict[str, Any]:
@@ -74,20 +86,18 @@ def abstract_parameters(
     model: ModelConfig, compute_format: FloatFormat, layer_loop: LayerLoop, recipe: Recipe | None = None
 ) -> dict[str, Any]:
     """The shapes and types of the tree that `place_parameters` would return; a recipe quantises it."""
-    names: list[str] = []
-    shapes: list[jax.ShapeDtypeStruct] = []
-    for name, info in model_parameters(model):
-        names.append(name)
-        dtype = jnp.float32 if info.full_precision or recipe else jnp.dtype(compute_format)
-        shapes.append(jax.ShapeDtypeStruct(info.shape, dtype))
 
-    def place(arrays: list[jax.Array]) -> dict[str, Any]:
-        named = zip(names, arrays, strict=True)
-        if recipe is None:
-            return place_parameters(named, model, layer_loop)
-        return place_parameters(quantised(named, model, recipe, compute_format), model, layer_loop)
+    def parameter(name: str, info: ParameterInfo) -> jax.Array | QuantisedWeight:
+        format = recipe.format_of(name) if recipe and not info.full_precision else None
+        if format is not None:
+            return blank(info.shape, format, info.num_input_axes)
+        return jnp.zeros(info.shape, jnp.float32 if info.full_precision else jnp.dtype(compute_format))
 
-    return jax.eval_shape(place, shapes)
+    def place() -> dict[str, Any]:
+        named = ((name, parameter(name, info)) for name, info in model_parameters(model))
+        return place_parameters(named, model, layer_loop)
+
+    return jax.eval_shape(place)
 
 
 def _with_repetition(entry: Any, array: Any, repetition: int, count: int, stacked: bool) -> Any:

@@ -34,7 +34,7 @@ from jaxserve.engine.step import PlanFormat, run_step
 from jaxserve.model.cache import page_layouts
 from jaxserve.model.transformer import LayerLoop, Transformer
 from jaxserve.plan import SamplingParams, SlotLoad, StepPlan, StepShape
-from jaxserve.quantization import recipe_named
+from jaxserve.quantization import recipe_in_force
 from pallas_kernels.dispatch import Target, default_target
 
 logger = logging.getLogger(__name__)
@@ -90,8 +90,7 @@ def compile_programs(
     started = time.monotonic()
     layouts = page_layouts(config, jax.default_backend())
     transformer = Transformer(config, layouts, layer_loop, target=target or default_target())
-    recipe = recipe_named(config.recipe) if config.recipe else None
-    params = abstract_parameters(config.model, config.compute_format, layer_loop, recipe)
+    params = abstract_parameters(config.model, config.compute_format, layer_loop, recipe_in_force(config))
     state = jax.eval_shape(functools.partial(make_state, config, layouts))
     shapes = decode_shapes(config) + chunk_shapes(config)
     repeated = decode_shapes(config) if config.max_iterations > 1 else ()

@@ -3,8 +3,15 @@
 Recipes and formats are plain descriptions, free of jax; `weight` and `products` compute with them.
 """
 
-from jaxserve.quantization.formats import FORMATS, WeightFormat, format_named
-from jaxserve.quantization.recipes import RECIPES, Recipe, precision_of, recipe_named, recipe_of_label
+from jaxserve.quantization.formats import FORMATS, WeightFormat, format_named, weight_format
+from jaxserve.quantization.recipes import (
+    RECIPES,
+    Recipe,
+    precision_of,
+    recipe_in_force,
+    recipe_named,
+    recipe_of_label,
+)
 
 __all__ = [
     "FORMATS",
@@ -13,6 +20,8 @@ __all__ = [
     "WeightFormat",
     "format_named",
     "precision_of",
+    "recipe_in_force",
     "recipe_named",
     "recipe_of_label",
+    "weight_format",
 ]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 GROUP_SIZES = (32, 64, 128)
+
+Storage = Literal["int8", "float8_e4m3fn", "uint4x2"]
+ScaleType = Literal["float32", "bfloat16"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,7 +18,7 @@ class WeightFormat:
     """The static half of a quantised matrix: a number is `(value - zero) * scale`."""
 
     name: str
-    storage: Literal["int8", "float8_e4m3fn", "uint4x2"]
+    storage: Storage
     """The type of the values; uint4x2 is two numbers in each byte, along the last input axis."""
     group: int = 0
     """Most inputs that share a scale; 0 for one scale a channel, a channel being all inputs of one output.
@@ -24,6 +28,8 @@ class WeightFormat:
     int8_rows: bool = False
     """Whether the other factor is rounded to int8 too, each row with a scale of its own, and the products
     are summed as integers; otherwise the matrix is widened to the other factor's type."""
+    scale_type: ScaleType = "float32"
+    """Of the scales."""
 
     @property
     def bits(self) -> int:
@@ -32,8 +38,13 @@ class WeightFormat:
 
     @property
     def scale_bytes(self) -> int:
-        """Of one scale. Scales of groups are many, and bfloat16; rounding to four bits loses far more."""
-        return 2 if self.group else 4
+        """Of one scale."""
+        return 2 if self.scale_type == "bfloat16" else 4
+
+    @property
+    def zero_type(self) -> Literal["int8", "uint8"]:
+        """Of the zeros: as values are counted, from 0 up for four bits, around 0 for eight."""
+        return "uint8" if self.bits == 4 else "int8"
 
     def group_size(self, num_inputs: int) -> int:
         """Inputs that share a scale in a matrix of so many."""
@@ -48,24 +59,72 @@ class WeightFormat:
         return num_outputs * num_inputs * self.bits // 8 + num_groups * per_group
 
 
+_STORAGE: Mapping[str, Storage] = {
+    "int8": "int8",
+    "int8-weight-only": "int8",
+    "fp8": "float8_e4m3fn",
+    "int4": "uint4x2",
+}
+_NAME = re.compile(r"(?P<base>int8-weight-only|int8|fp8|int4)(-(?P<group>[1-9]\d*))?(-zeros)?(-f32)?")
+
+
+def weight_format(
+    base: str, *, group: int = 0, zeros: bool = False, scale_type: ScaleType = "float32"
+) -> WeightFormat:
+    """The format with a kind of values, a group size, zeros and a type of scales, under its own name.
+
+    Args:
+        base: int8 (whose other factor is rounded too), int8-weight-only, fp8 or int4.
+        group: inputs that share a scale; 0 for channels.
+        zeros: whether each group has a zero.
+        scale_type: of groups' scales; those of channels are few, and float32.
+
+    Raises ValueError for int8 with groups or zeros, and for fp8 with zeros: no product is made of them.
+    """
+    scale_type = scale_type if group else "float32"
+    suffix = f"{f'-{group}' if group else ''}{'-zeros' if zeros else ''}"
+    name = base + suffix + ("-f32" if group and scale_type == "float32" else "")
+    if suffix and base == "int8":
+        raise ValueError(f"weight format {name!r}: rows of int8 need one scale a channel, and no zeros")
+    if zeros and base == "fp8":
+        raise ValueError(f"weight format {name!r}: fp8 has no zeros")
+    return WeightFormat(
+        name=name,
+        storage=_STORAGE[base],
+        group=group,
+        zeros=zeros,
+        int8_rows=base == "int8",
+        scale_type=scale_type,
+    )
+
+
 def _formats() -> dict[str, WeightFormat]:
-    formats = [
-        WeightFormat(name="int8", storage="int8", int8_rows=True),
-        WeightFormat(name="int8-weight-only", storage="int8"),
-        WeightFormat(name="fp8", storage="float8_e4m3fn"),
-    ]
+    formats = [weight_format(base) for base in ("int8", "int8-weight-only", "fp8")]
     for group in GROUP_SIZES:
-        formats.append(WeightFormat(name=f"int4-{group}", storage="uint4x2", group=group))
-        formats.append(WeightFormat(name=f"int4-{group}-zeros", storage="uint4x2", group=group, zeros=True))
+        # Scales of groups are many, and rounding to four bits loses far more than bfloat16 does.
+        formats += [
+            weight_format("int4", group=group, zeros=zeros, scale_type="bfloat16") for zeros in (False, True)
+        ]
     return {format.name: format for format in formats}
 
 
 FORMATS: Mapping[str, WeightFormat] = _formats()
-"""Every format by its name."""
+"""Every format that arrays are rounded to, by its name. Checkpoints may hold matrices in further ones."""
 
 
 def format_named(name: str) -> WeightFormat:
-    """Raises ValueError, listing the names, for one that is not known."""
-    if name not in FORMATS:
+    """The format of a name: one of `FORMATS`, or one that `weight_format` gives it.
+
+    Raises ValueError, listing the former, for one that is not known.
+    """
+    if name in FORMATS:
+        return FORMATS[name]
+    match = _NAME.fullmatch(name)
+    if match is None:
         raise ValueError(f"weight format {name!r} is not one of {', '.join(FORMATS)}")
-    return FORMATS[name]
+    return weight_format(
+        match["base"],
+        group=int(match["group"] or 0),
+        zeros="-zeros" in name,
+        scale_type="float32" if name.endswith("-f32") else "bfloat16",
+    )

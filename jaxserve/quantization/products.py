@@ -40,7 +40,7 @@ def quantised_product(x: jax.Array, weight: QuantisedWeight, contract: Contract,
         sums = reach(lambda values, rows: contract(rows, values), rows)
         scale_T = scale_T.reshape(-1, *(1,) * (sums.ndim - 1))
         return sums.astype(jnp.float32) * (scale_T * weight.scales[None])
-    if weight.format.group:
+    if weight.format.group or weight.format.zeros or weight.format.bits == 4:
 
         def multiply(
             values: jax.Array, x: jax.Array, scales: jax.Array, zeros: jax.Array | None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from jaxserve.config import EngineConfig, FloatFormat
-from jaxserve.quantization.formats import FORMATS, WeightFormat, format_named
+from jaxserve.quantization.formats import WeightFormat, format_named
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,10 @@ class Recipe:
 
     def __post_init__(self) -> None:
         for pattern, name in self.rules:
-            if name not in FORMATS:
-                raise ValueError(
-                    f"recipe {self.name!r}, {pattern!r}: weight format {name!r} is not one of "
-                    f"{', '.join(FORMATS)}"
-                )
+            try:
+                format_named(name)
+            except ValueError as error:
+                raise ValueError(f"recipe {self.name!r}, {pattern!r}: {error}") from error
 
     @property
     def label(self) -> str:
@@ -65,17 +64,37 @@ def recipe_named(name: str) -> Recipe:
     return RECIPES[name]
 
 
-def recipe_of_label(label: str) -> Recipe:
-    """The recipe that has this name and version. Raises ValueError where this version has another."""
-    recipe = RECIPES.get(label.partition("@")[0])
+def recipe_of_label(label: str, rules: tuple[tuple[str, str], ...] = ()) -> Recipe:
+    """The recipe that has this name and version, or that a checkpoint brought along with its rules.
+
+    Raises ValueError where it brought none and this version has another recipe, or none, under the name.
+    """
+    name, _, version = label.partition("@")
+    if rules:
+        return Recipe(name, int(version), rules)
+    recipe = RECIPES.get(name)
     if recipe is None or recipe.label != label:
         known = ", ".join(one.label for one in RECIPES.values())
         raise ValueError(f"recipe {label!r} is not one of this version's: {known}")
     return recipe
 
 
-def precision_of(config: EngineConfig) -> str:
-    """What an engine computes in: the compute format, after the recipe of its weights if they have one."""
+def recipe_in_force(config: EngineConfig) -> Recipe | None:
+    """What gives an engine's weights their formats; None where all are in the compute format."""
     if config.recipe is None:
-        return config.compute_format
-    return f"{recipe_named(config.recipe).label} {config.compute_format}"
+        return None
+    if config.stored_formats:
+        return recipe_of_label(config.recipe, config.stored_formats)
+    return recipe_named(config.recipe)
+
+
+def precision_of(config: EngineConfig) -> str:
+    """What an engine computes in: the compute format, after the recipe of its weights if they have one.
+
+    Where those are not as the checkpoint stored them, after that: "gguf q4_1 -> float32".
+    """
+    recipe = recipe_in_force(config)
+    precision = f"{recipe.label} {config.compute_format}" if recipe else config.compute_format
+    if config.num_widened:
+        precision += f", {config.num_widened} widened"
+    return f"{config.converted_from} -> {precision}" if config.converted_from else precision

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 
-from jaxserve.quantization.formats import WeightFormat
+from jaxserve.quantization.formats import FORMATS, WeightFormat
 
 INT8_MAX = 127.0
 FP8_MAX = 448.0
@@ -30,9 +31,9 @@ class QuantisedWeight:
     values: Any
     """`[*out, *in]` in the format's storage; the last axis is half as long where a byte holds two."""
     scales: Any
-    """`[*out]` float32 for channels, `[*out, groups]` bfloat16 for groups of the flattened inputs."""
+    """`[*out]` for channels, `[*out, groups]` for groups of the flattened inputs, in the format's type."""
     zeros: Any
-    """uint8 in the form of `scales`, or None for a symmetric format."""
+    """In the form of `scales`, in the format's `zero_type`, or None for a symmetric format."""
     format: WeightFormat = flax.struct.field(pytree_node=False)
 
 
@@ -45,13 +46,15 @@ def quantise(array: Any, format: WeightFormat, num_input_axes: int = 1) -> Quant
         format: what to round to.
         num_input_axes: how many of the last axes are contracted.
 
-    Raises ValueError if two numbers are to share a byte and the last axis is odd.
+    Raises ValueError for a format that is not one of `FORMATS`, which are rounded to, and if two numbers are
+    to share a byte and the last axis is odd.
     """
+    if format.name not in FORMATS:
+        raise ValueError(f"{format.name} is only read; arrays are rounded to {', '.join(FORMATS)}")
     outputs = array.shape[: array.ndim - num_input_axes]
     flat = jnp.asarray(array, jnp.float32).reshape(*outputs, -1)
     if format.storage == "uint4x2":
-        if array.shape[-1] % 2:
-            raise ValueError(f"{format.name} of an array {array.shape}, whose last axis is odd")
+        _check_pairs(array.shape, format)
         return _quantise_int4(flat, format, array.shape)
     largest = INT8_MAX if format.storage == "int8" else FP8_MAX
     scales = jnp.maximum(jnp.max(jnp.abs(flat), axis=-1) / largest, SMALLEST_SCALE)
@@ -60,16 +63,35 @@ def quantise(array: Any, format: WeightFormat, num_input_axes: int = 1) -> Quant
     return QuantisedWeight(values.reshape(array.shape), scales, None, format)
 
 
+def blank(shape: tuple[int, ...], format: WeightFormat, num_input_axes: int = 1) -> QuantisedWeight:
+    """A matrix `[*out, *in]` of zeros: what has the shapes and types of any in this format.
+
+    Raises ValueError if two numbers are to share a byte and the last axis is odd.
+    """
+    outputs, inputs = shape[: len(shape) - num_input_axes], shape[len(shape) - num_input_axes :]
+    num_inputs = math.prod(inputs)
+    groups = (num_inputs // format.group_size(num_inputs),) if format.group else ()
+    if format.storage == "uint4x2":
+        _check_pairs(shape, format)
+        values = jnp.zeros((*shape[:-1], shape[-1] // 2), jnp.uint8)
+    else:
+        values = jnp.zeros(shape, jnp.dtype(format.storage))
+    scales = jnp.zeros((*outputs, *groups), jnp.dtype(format.scale_type))
+    zeros = jnp.zeros(scales.shape, jnp.dtype(format.zero_type)) if format.zeros else None
+    return QuantisedWeight(values, scales, zeros, format)
+
+
 def dequantise(weight: QuantisedWeight) -> jax.Array:
     """Float32 `[*out, *in]`."""
-    if weight.format.storage != "uint4x2":
-        values = weight.values.astype(jnp.float32)
-        missing = tuple(range(weight.scales.ndim, values.ndim))
-        return values * jnp.expand_dims(weight.scales, missing)
-    values = unpack_nibbles(weight.values)
-    zeros = INT4_MAX + 1 if weight.zeros is None else weight.zeros[..., None].astype(jnp.int32)
-    grouped = values.reshape(*weight.scales.shape, -1) - zeros
-    return (grouped.astype(jnp.float32) * weight.scales[..., None].astype(jnp.float32)).reshape(values.shape)
+    packed = weight.format.storage == "uint4x2"
+    values = unpack_nibbles(weight.values) if packed else weight.values
+    grouped = values.reshape(*weight.scales.shape, -1)
+    if weight.zeros is not None:
+        grouped = grouped.astype(jnp.int32) - weight.zeros[..., None].astype(jnp.int32)
+    elif packed:
+        grouped = grouped - (INT4_MAX + 1)
+    scales = weight.scales[..., None].astype(jnp.float32)
+    return (grouped.astype(jnp.float32) * scales).reshape(values.shape)
 
 
 def pack_nibbles(values: jax.Array) -> jax.Array:
@@ -82,6 +104,11 @@ def unpack_nibbles(packed: jax.Array) -> jax.Array:
     """The int32 numbers that `pack_nibbles` packed."""
     pairs = jnp.stack([packed & 0x0F, packed >> 4], axis=-1).astype(jnp.int32)
     return pairs.reshape(*packed.shape[:-1], -1)
+
+
+def _check_pairs(shape: tuple[int, ...], format: WeightFormat) -> None:
+    if shape[-1] % 2:
+        raise ValueError(f"{format.name} of an array {shape}, whose last axis is odd")
 
 
 def _quantise_int4(flat: jax.Array, format: WeightFormat, shape: tuple[int, ...]) -> QuantisedWeight:

@@ -4,6 +4,7 @@ from jaxserve.weights.catalogue import CATALOGUE, CatalogueEntry, PullError, cac
 from jaxserve.weights.checkpoint import Checkpoint, open_checkpoint
 from jaxserve.weights.converted import AnyCheckpoint, ConvertedCheckpoint, open_any_checkpoint, open_converted
 from jaxserve.weights.sources import resolve_model
+from jaxserve.weights.stored_weights import StoredWeights
 
 __all__ = [
     "CATALOGUE",
@@ -12,6 +13,7 @@ __all__ = [
     "Checkpoint",
     "ConvertedCheckpoint",
     "PullError",
+    "StoredWeights",
     "cache_home",
     "open_any_checkpoint",
     "open_checkpoint",

@@ -13,13 +13,18 @@ import ml_dtypes
 import numpy as np
 
 from jaxserve.config import FloatFormat, ModelConfig
-from jaxserve.model.parameters import model_parameters
+from jaxserve.model.parameters import ParameterInfo, model_parameters
 from jaxserve.weights.gguf_config import ROPE_FACTORS, read_gguf_config
 from jaxserve.weights.gguf_file import read_gguf
 from jaxserve.weights.hf_config import read_hf_config
-from jaxserve.weights.layout import Naming, Part, parts_of
+from jaxserve.weights.layout import Naming, parts_of
+from jaxserve.weights.quantised import QuantisedModules, StoredMatrix, read_quantisation
+from jaxserve.weights.quantised.modules import StoredModule, find_module, find_tensor
+from jaxserve.weights.quantised.parameter import Source, read_exactly, read_widened
+from jaxserve.weights.quantised.scheme import Expected
 from jaxserve.weights.safetensors_folder import read_safetensors_folder
-from jaxserve.weights.tensors import StoredTensor
+from jaxserve.weights.stored_weights import StoredWeights, stored_weights
+from jaxserve.weights.tensors import PLAIN_ENCODINGS, QUANTISED_ENCODINGS, StoredTensor
 
 _DTYPES: Mapping[FloatFormat, Any] = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
 
@@ -43,77 +48,121 @@ class Checkpoint:
     """All metadata of a GGUF file, tokenizer included, as plain Python values; None for a folder."""
     fingerprint: str
     """Changes with config, file names and sizes, tensor table, or the sampled bytes of the weights."""
+    stored: StoredWeights | None
+    """How its weights are quantised; None where all of them are plain numbers."""
     _naming: Naming
-    _tensors: Mapping[str, StoredTensor]
+    _sources: Mapping[str, tuple[Source, ...]]
 
     @property
     def natural_format(self) -> FloatFormat:
-        """The narrower of the formats that keeps every number: bfloat16 where all matrices are."""
-        matrices = (tensor for tensor in self._tensors.values() if len(tensor.shape) > 1)
+        """The narrower of the formats that keeps every plain number: bfloat16 where all matrices are."""
+        matrices = (
+            source
+            for sources in self._sources.values()
+            for _, source in sources
+            if isinstance(source, StoredTensor) and len(source.shape) > 1
+        )
         return "bfloat16" if all(tensor.encoding.name == "BF16" for tensor in matrices) else "float32"
 
     def read(self, compute_format: FloatFormat) -> Iterator[tuple[str, np.ndarray]]:
         """The parameters of `model_parameters(config)`, in its order and shapes, as they are asked for.
 
         Each is a new C-contiguous array of the compute format, or of float32 where the declaration keeps
-        full precision. One is in memory at a time, apart from those that the caller keeps.
+        full precision; those that are quantised are widened. One is in memory at a time, apart from those
+        that the caller keeps.
 
-        Raises ValueError for an unknown format, and where a file has become shorter since it was opened.
+        Raises ValueError for an unknown format, where a file has become shorter since it was opened, and
+        where the numbers of quantised tensors contradict the config.
         """
-        if compute_format not in _DTYPES:
-            raise ValueError(f"compute_format {compute_format!r} is not one of {', '.join(_DTYPES)}")
-        return self._read(np.dtype(_DTYPES[compute_format]))
+        dtype = _dtype(compute_format)
+        infos = model_parameters(self.config)
+        return ((name, self._read_plain(name, info, dtype)) for name, info in infos)
 
-    def _read(self, compute_dtype: np.dtype[Any]) -> Iterator[tuple[str, np.ndarray]]:
-        for name, info in model_parameters(self.config):
-            parameter = np.empty(info.shape, np.float32 if info.full_precision else compute_dtype)
-            for part in parts_of(name, info, self.config, self._naming):
-                self._tensors[part.tensor].read_into(part.place(parameter))
-            if self._naming.norm_offset and name.endswith("norm"):
-                parameter += self._naming.norm_offset
-            yield name, parameter
+    def read_stored(self, compute_format: FloatFormat) -> Iterator[tuple[str, np.ndarray | StoredMatrix]]:
+        """The same, but parameters that a format holds exactly are in it: those of `stored.formats`."""
+        dtype = _dtype(compute_format)
+        formats = self.stored.formats if self.stored else {}
+
+        def read(name: str, info: ParameterInfo) -> np.ndarray | StoredMatrix:
+            if name in formats:
+                return read_exactly(info, formats[name], self._sources[name])
+            return self._read_plain(name, info, dtype)
+
+        return ((name, read(name, info)) for name, info in model_parameters(self.config))
+
+    def _read_plain(self, name: str, info: ParameterInfo, dtype: np.dtype[Any]) -> np.ndarray:
+        parameter = np.empty(info.shape, np.float32 if info.full_precision else dtype)
+        read_widened(parameter, self._sources[name])
+        if self._naming.norm_offset and name.endswith("norm"):
+            parameter += self._naming.norm_offset
+        return parameter
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
     """Opens a folder in Hugging Face layout or a GGUF file, and checks its tensors against its config.
 
     Raises ValueError, naming the file and what was expected, for an unknown architecture, an unsupported
-    setting or encoding, a missing or surplus tensor, a wrong shape, or a truncated file.
+    setting, encoding or quantisation, a missing or surplus tensor, a wrong shape, or a truncated file.
     """
-    metadata = None
+    metadata = quantised = None
     if path.is_dir():
         config, naming = read_hf_config(path)
+        quantised = read_quantisation(path / "config.json")
         tensors = read_safetensors_folder(path)
     elif path.is_file():
         metadata, tensors = read_gguf(path)
         config, naming = read_gguf_config(path, metadata, tensors)
     else:
         raise ValueError(f"{path}: no such file or folder")
-    _check_tensors(path, config, naming, tensors)
-    return Checkpoint(path, config, metadata, _fingerprint(config, tensors), naming, tensors)
+    sources = _find_sources(path, config, naming, tensors, quantised)
+    _refuse_surplus(config, sources, tensors, quantised)
+    stored = stored_weights(config, sources, quantised)
+    fingerprint = _fingerprint(config, tensors, quantised)
+    return Checkpoint(path, config, metadata, fingerprint, stored, naming, sources)
 
 
-def _check_tensors(
-    path: Path, config: ModelConfig, naming: Naming, tensors: Mapping[str, StoredTensor]
+def _dtype(compute_format: FloatFormat) -> np.dtype[Any]:
+    if compute_format not in _DTYPES:
+        raise ValueError(f"compute_format {compute_format!r} is not one of {', '.join(_DTYPES)}")
+    return np.dtype(_DTYPES[compute_format])
+
+
+def _find_sources(
+    path: Path,
+    config: ModelConfig,
+    naming: Naming,
+    tensors: Mapping[str, StoredTensor],
+    quantised: QuantisedModules | None,
+) -> dict[str, tuple[Source, ...]]:
+    """Where each parameter's parts lie, all of them checked."""
+    encodings = tuple(PLAIN_ENCODINGS if path.is_dir() else {**PLAIN_ENCODINGS, **QUANTISED_ENCODINGS})
+
+    def find(name: str, info: ParameterInfo) -> Iterator[Source]:
+        for part in parts_of(name, info, config, naming):
+            scheme = quantised.scheme_of(name, part, tensors) if quantised else None
+            if scheme:
+                yield part, find_module(path, part, scheme, tensors)
+            else:
+                yield part, find_tensor(path, part.tensor, Expected.of(part.shape, *encodings), tensors)
+
+    return {name: tuple(find(name, info)) for name, info in model_parameters(config)}
+
+
+def _refuse_surplus(
+    config: ModelConfig,
+    sources: Mapping[str, tuple[Source, ...]],
+    tensors: Mapping[str, StoredTensor],
+    quantised: QuantisedModules | None,
 ) -> None:
     expected: set[str] = set()
-    for part in _all_parts(config, naming):
-        found = tensors.get(part.tensor)
-        if found is None:
-            raise ValueError(f"{path}: tensor {part.tensor} is missing, expected with shape {part.shape}")
-        if found.shape != part.shape:
-            raise ValueError(
-                f"{found.file}: tensor {part.tensor} has shape {found.shape}, expected {part.shape}"
-            )
-        expected.add(part.tensor)
+    for _, source in (entry for entries in sources.values() for entry in entries):
+        own = source.tensors.values() if isinstance(source, StoredModule) else (source,)
+        expected |= {tensor.name for tensor in own}
     for name, tensor in tensors.items():
-        if name not in expected and not _is_redundant(name, config):
+        if name in expected or _is_redundant(name, config):
+            continue
+        if quantised is None or not quantised.tolerates(tensor, tensors):
             raise ValueError(f"{tensor.file}: tensor {name} is surplus, no {config.family} model has it")
-
-
-def _all_parts(config: ModelConfig, naming: Naming) -> Iterator[Part]:
-    for name, info in model_parameters(config):
-        yield from parts_of(name, info, config, naming)
 
 
 def _is_redundant(name: str, config: ModelConfig) -> bool:
@@ -122,9 +171,13 @@ def _is_redundant(name: str, config: ModelConfig) -> bool:
     return name == _TIED_HEAD and config.tie_embeddings
 
 
-def _fingerprint(config: ModelConfig, tensors: Mapping[str, StoredTensor]) -> str:
+def _fingerprint(
+    config: ModelConfig, tensors: Mapping[str, StoredTensor], quantised: QuantisedModules | None
+) -> str:
     """A cheap hash that tells models apart: two fine-tunes of one model differ in the sampled bytes alone."""
     digest = hashlib.sha256(repr(config).encode())
+    if quantised is not None:  # The same bytes are other numbers under another config.
+        digest.update(repr((quantised.groups, quantised.plain)).encode())
     for file in sorted({tensor.file for tensor in tensors.values()}):
         digest.update(f"{file.name} {file.stat().st_size}\n".encode())
     ordered = [tensors[name] for name in sorted(tensors)]

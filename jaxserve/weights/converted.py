@@ -33,6 +33,10 @@ class ConvertedCheckpoint:
     """Of the parameters that are neither quantised nor kept in float32."""
     groups: tuple[tuple[str, ...], ...]
     """Names of the parameters in each Orbax checkpoint; see `group_folder`."""
+    stored_formats: tuple[tuple[str, str], ...] = ()
+    """The recipe's rules, where it came with the source: see `EngineConfig`."""
+    num_widened: int = 0
+    converted_from: str = ""
 
     def group_folder(self, index: int) -> Path:
         """Where one of the Orbax checkpoints lies."""
@@ -79,4 +83,7 @@ def open_converted(path: Path) -> ConvertedCheckpoint:
         manifest.recipe,
         manifest.compute_format,
         manifest.groups,
+        manifest.stored_formats,
+        manifest.num_widened,
+        manifest.converted_from,
     )

@@ -26,7 +26,6 @@ _FIXED: Mapping[str, Any] = {
     "attention_bias": False,
     "mlp_bias": False,
     "partial_rotary_factor": 1.0,
-    "quantization_config": None,
     "use_bidirectional_attention": False,
 }
 

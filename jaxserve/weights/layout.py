@@ -39,6 +39,7 @@ class Part:
     tensor: str
     shape: tuple[int, ...]
     place: _View
+    """Of an array whose axes before the inputs are the parameter's; its inputs may be fewer, or one axis."""
 
 
 def parts_of(name: str, info: ParameterInfo, config: ModelConfig, naming: Naming) -> Iterator[Part]:
@@ -53,8 +54,7 @@ def parts_of(name: str, info: ParameterInfo, config: ModelConfig, naming: Naming
         yield from _attention_parts(field.removeprefix("qkv"), info, naming, part)
     elif field == "o":
         hidden, *heads = info.shape
-        stored = (hidden, prod(heads))
-        yield part("o", stored, lambda out: out.reshape(stored))
+        yield part("o", (hidden, prod(heads)), lambda out: out.reshape(hidden, -1))
     elif field == "gate_up":
         for index, role in enumerate(("gate", "up")):
             yield part(role, info.shape[1:], lambda out, index=index: out[index])
@@ -74,7 +74,7 @@ def _attention_parts(
     def rotary(out: np.ndarray) -> np.ndarray:
         if not naming.interleaved_rotary:
             return out
-        return out.reshape(kv_heads, groups, 2, head // 2, *rest).swapaxes(2, 3)
+        return out.reshape(kv_heads, groups, 2, head // 2, *out.shape[3:]).swapaxes(2, 3)
 
     stored_keys = (kv_heads * head, *rest)
     yield part("q" + suffix, (kv_heads * queries * head, *rest), lambda out: rotary(out)[:, :queries])

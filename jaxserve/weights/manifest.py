@@ -52,11 +52,19 @@ class Manifest:
     """Names of the parameters in each Orbax checkpoint, in the order of `model_parameters`."""
     files: Mapping[str, FileEntry]
     """All other files by their path in the folder."""
+    stored_formats: tuple[tuple[str, str], ...] = ()
+    """The recipe's rules, where it came with the source: see `EngineConfig`."""
+    num_widened: int = 0
+    """Parameters that were quantised in the source, beside those, and are in the compute format."""
+    converted_from: str = ""
+    """How the source stored its weights, where they are all in another form."""
 
     @property
     def fingerprint(self) -> str:
         """Changes with the model, the recipe and every number."""
         text = [repr(self.model), str(self.recipe), self.compute_format]
+        if self.stored_formats:
+            text.append(repr(self.stored_formats))
         text += [f"{name} {entry.sha256}" for name, entry in sorted(self.files.items())]
         return hashlib.sha256("\n".join(text).encode()).hexdigest()[:32]
 
@@ -89,6 +97,10 @@ class Manifest:
             source=content["source"],
             groups=tuple(tuple(names) for names in content["groups"]),
             files={name: FileEntry(**entry) for name, entry in content["files"].items()},
+            # Folders of earlier versions do without.
+            stored_formats=tuple((pattern, name) for pattern, name in content.get("stored_formats", ())),
+            num_widened=content.get("num_widened", 0),
+            converted_from=content.get("converted_from", ""),
         )
 
 

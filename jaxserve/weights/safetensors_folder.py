@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.weights.settings import Settings, shorten
-from jaxserve.weights.tensors import PLAIN_ENCODINGS, StoredTensor
+from jaxserve.weights.tensors import PART_ENCODINGS, PLAIN_ENCODINGS, StoredTensor
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_ENCODINGS = {**PLAIN_ENCODINGS, **PART_ENCODINGS}
 _MAX_HEADER = 100_000_000
 
 
@@ -92,9 +93,9 @@ def _stored(path: Path, name: str, entry: Mapping[str, Any], data_start: int) ->
             raise TypeError("negative or no integer")
     except (TypeError, KeyError, ValueError) as error:
         raise ValueError(f"{path}: tensor {name} has the malformed entry {shorten(entry)}") from error
-    if dtype not in PLAIN_ENCODINGS:
-        raise ValueError(f"{path}: tensor {name} has type {dtype}; supported: {', '.join(PLAIN_ENCODINGS)}")
-    encoding = PLAIN_ENCODINGS[dtype]
+    if dtype not in _ENCODINGS:
+        raise ValueError(f"{path}: tensor {name} has type {dtype}; supported: {', '.join(_ENCODINGS)}")
+    encoding = _ENCODINGS[dtype]
     if end - start != prod(shape) * encoding.block_bytes:
         raise ValueError(f"{path}: tensor {name} of shape {shape} and type {dtype} spans {end - start} bytes")
     return StoredTensor(path, name, shape, encoding, data_start + start)

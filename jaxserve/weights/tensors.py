@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import FileIO
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -27,11 +28,14 @@ class Encoding:
     block_size: int
     block_bytes: int
     decode: Callable[[np.ndarray], np.ndarray]
-    """From whole blocks as flat uint8 to their elements, flat, in any float type."""
+    """From whole blocks as flat uint8 to their elements, flat."""
+    dtype: np.dtype[Any] = field(default_factory=lambda: np.dtype(np.float32))
+    """Of the decoded elements."""
 
 
-def _plain(name: str, dtype: type[np.generic]) -> Encoding:
-    return Encoding(name, 1, np.dtype(dtype).itemsize, lambda raw: raw.view(dtype))
+def _plain(name: str, dtype: Any) -> Encoding:
+    dtype = np.dtype(dtype)
+    return Encoding(name, 1, dtype.itemsize, lambda raw: raw.view(dtype), dtype)
 
 
 def _quantised(kind: GGMLQuantizationType) -> Encoding:
@@ -48,6 +52,13 @@ PLAIN_ENCODINGS: Mapping[str, Encoding] = {
     "F16": _plain("F16", np.float16),
     "BF16": _plain("BF16", ml_dtypes.bfloat16),
 }
+PART_ENCODINGS: Mapping[str, Encoding] = {
+    "F8_E4M3": _plain("F8_E4M3", ml_dtypes.float8_e4m3fn),
+    "I8": _plain("I8", np.int8),
+    "I32": _plain("I32", np.int32),
+    "I64": _plain("I64", np.int64),
+}
+"""What tensors hold that are numbers of a model only together with others: see `weights.quantised`."""
 QUANTISED_ENCODINGS: Mapping[str, Encoding] = {
     name: _quantised(GGMLQuantizationType[name])
     for name in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
@@ -81,8 +92,14 @@ class StoredTensor:
                 f"{self.file}: truncated: tensor {self.name} ends at byte {end}, the file at {file_size}"
             )
 
+    def read(self) -> np.ndarray:
+        """A new array of all elements, in the type that they decode to."""
+        array = np.empty(self.shape, self.encoding.dtype)
+        self.read_into(array)
+        return array
+
     def read_into(self, view: np.ndarray) -> None:
-        """Reads all elements, in stored order, into a view of as many; it may be strided, of any float type.
+        """Reads all elements, in stored order, into a view of as many; it may be strided, of any type.
 
         The file is read, not mapped: pages of a mapping would count as resident beside the parameters.
         """

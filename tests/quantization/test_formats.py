@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from jaxserve.model.layers import product, product_flat, take_rows
 from jaxserve.quantization import FORMATS, RECIPES, Recipe, WeightFormat, format_named, recipe_named
-from jaxserve.quantization.weight import QuantisedWeight, dequantise, quantise
+from jaxserve.quantization.weight import QuantisedWeight, blank, dequantise, quantise
 from tests.quantization.oracle import stored_numbers
 
 NAMES = list(FORMATS)
@@ -105,9 +105,70 @@ def test_a_group_that_does_not_divide_the_inputs_is_smaller(num_inputs: int, siz
     assert quantise(array, format_named("int4-64")).scales.shape == (2, num_inputs // size)
 
 
+READ = (
+    "int4",
+    "int4-zeros",
+    "int4-48-f32",
+    "int4-96-zeros",
+    "int8-weight-only-zeros",
+    "int8-weight-only-128",
+    "int8-weight-only-32-zeros-f32",
+    "fp8-128-f32",
+    "fp8-32",
+)
+"""Formats that checkpoints hold matrices in, and that nothing is rounded to here."""
+
+
+def drawn(format: WeightFormat, num_input_axes: int = NUM_INPUT_AXES) -> QuantisedWeight:
+    """Any values, scales and zeros that the format has."""
+    rng = np.random.default_rng(5)
+
+    def draw(array: jax.Array, low: int, high: int) -> jax.Array:
+        return jnp.asarray(rng.integers(low, high, array.shape), array.dtype)
+
+    empty = blank(SHAPE, format, num_input_axes)
+    low, high = (0, 256) if format.bits == 4 else (-128, 128)
+    zeros = None if empty.zeros is None else draw(empty.zeros, 0 if format.bits == 4 else low, 16)
+    scales = jnp.asarray(rng.uniform(0.01, 0.1, empty.scales.shape), empty.scales.dtype)
+    return QuantisedWeight(draw(empty.values, low, high), scales, zeros, format)
+
+
+@pytest.mark.parametrize("name", READ)
+def test_formats_that_are_only_read_are_computed_with(name: str) -> None:
+    format = format_named(name)
+    assert (format.name, format_named(format.name)) == (name, format)
+    weight = drawn(format)
+    numbers = stored_numbers(weight)
+    np.testing.assert_allclose(np.asarray(dequantise(weight)).reshape(numbers.shape), numbers, rtol=1e-6)
+    x = np.random.default_rng(0).normal(size=(3, *SHAPE[1:])).astype(np.float32)
+    flat = x.reshape(3, -1).astype(np.float64)
+    for ours in (product(x, weight), product_flat(x, weight)):
+        bound = 1e-6 * (np.abs(flat) @ np.abs(numbers).T) + 1e-12
+        assert np.all(np.abs(np.asarray(ours) - flat @ numbers.T) <= bound)
+    num_inputs = 4 * 3 * 32
+    assert sum(array.nbytes for array in jax.tree.leaves(weight)) == format.num_bytes(SHAPE[0], num_inputs)
+    with pytest.raises(ValueError, match=f"{name} is only read; arrays are rounded to int8"):
+        quantise(matrix(0), format, NUM_INPUT_AXES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_blank_matrix_has_the_shapes_of_a_rounded_one(name: str) -> None:
+    rounded = quantise(matrix(0), format_named(name), NUM_INPUT_AXES)
+    empty = blank(SHAPE, format_named(name), NUM_INPUT_AXES)
+    assert jax.tree.structure(empty) == jax.tree.structure(rounded)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), empty) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), rounded
+    )
+
+
 def test_what_cannot_be_is_named() -> None:
     with pytest.raises(ValueError, match=r"int4-32 of an array \(2, 7\), whose last axis is odd"):
         quantise(np.zeros((2, 7), np.float32), format_named("int4-32"))
+    for name in ("int8-32", "int8-zeros"):
+        with pytest.raises(ValueError, match=f"{name}': rows of int8 need one scale a channel, and no zeros"):
+            format_named(name)
+    with pytest.raises(ValueError, match="'fp8-32-zeros': fp8 has no zeros"):
+        format_named("fp8-32-zeros")
     with pytest.raises(ValueError, match="'int3' is not one of int8, int8-weight-only, fp8"):
         format_named("int3")
     with pytest.raises(ValueError, match="'q4' is not one of f32, bf16, int8"):

@@ -1,0 +1,96 @@
+"""A checkpoint's parameters in the formats of an engine, and what that engine says of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import cast
+
+import jax
+
+from jaxserve.config import EngineConfig, FloatFormat
+from jaxserve.engine.parameters import Named, as_weights, quantised
+from jaxserve.quantization import Recipe, recipe_in_force
+from jaxserve.weights import AnyCheckpoint, Checkpoint, ConvertedCheckpoint, StoredWeights
+
+logger = logging.getLogger(__name__)
+
+
+def stored_as(config: EngineConfig, checkpoint: AnyCheckpoint, quantize: str | None) -> EngineConfig:
+    """An engine's config with what follows from weights that are quantised already.
+
+    They keep the formats that they are stored in, unless the user names a recipe, `quantize`.
+    """
+    if not isinstance(checkpoint, Checkpoint):
+        if not checkpoint.stored_formats:
+            return replace(config, converted_from=checkpoint.converted_from)
+        return replace(
+            config,
+            recipe=checkpoint.recipe,
+            stored_formats=checkpoint.stored_formats,
+            num_widened=checkpoint.num_widened,
+        )
+    stored = checkpoint.stored
+    if stored is None:
+        return config
+    if stored.recipe is None or quantize is not None:
+        return replace(config, converted_from=stored.label)
+    return replace(
+        config,
+        recipe=stored.recipe.label,
+        stored_formats=stored.recipe.rules,
+        num_widened=len(stored.widened),
+    )
+
+
+def named_parameters(checkpoint: AnyCheckpoint, config: EngineConfig) -> Named:
+    """The checkpoint's parameters, one at a time, in the formats that the config says.
+
+    What of them is not as the checkpoint stores it is logged.
+    """
+    if not isinstance(checkpoint, Checkpoint):
+        return _restored(checkpoint, config)
+    recipe = recipe_in_force(config)
+    if checkpoint.stored:
+        log_conversion(checkpoint.stored, recipe, config.compute_format)
+    return read_parameters(checkpoint, recipe, config.compute_format)
+
+
+def read_parameters(checkpoint: Checkpoint, recipe: Recipe | None, compute_format: FloatFormat) -> Named:
+    """The parameters of a checkpoint, in the formats of its own recipe, of another one, or of none.
+
+    Args:
+        checkpoint: what to read.
+        recipe: gives parameters their formats; rounds them to these if it is not the checkpoint's own.
+        compute_format: of the parameters that it leaves alone.
+    """
+    if recipe is None:
+        return checkpoint.read(compute_format)
+    if checkpoint.stored and recipe == checkpoint.stored.recipe:
+        return as_weights(checkpoint.read_stored(compute_format))
+    return quantised(checkpoint.read("float32"), checkpoint.config, recipe, compute_format)
+
+
+def log_conversion(stored: StoredWeights, recipe: Recipe | None, compute_format: FloatFormat) -> None:
+    """Say what of quantised weights is loaded in another form than they are stored in."""
+    if recipe and recipe != stored.recipe:
+        logger.info("%s weights are quantised again, as %s", stored.label, recipe.label)
+    elif recipe is None and stored.recipe:
+        logger.info("%s weights are converted to %s", stored.label, compute_format)
+    elif widened := stored.describe_widened(compute_format):
+        # What was asked for is no surprise, nor is GGUF, of which nothing is kept as it is.
+        logger.log(logging.INFO if stored.name.startswith("gguf") else logging.WARNING, "%s", widened)
+    for note in stored.notes:
+        logger.info("%s: %s", stored.label, note)
+
+
+def _restored(checkpoint: ConvertedCheckpoint, config: EngineConfig) -> Named:
+    # Imported here: Orbax takes half a second.
+    from jaxserve.converted.parameters import restore_parameters
+
+    recipe = recipe_in_force(config)
+    if recipe is None or checkpoint.recipe is not None:
+        return restore_parameters(checkpoint, config.compute_format)
+    plain = cast(Iterable[tuple[str, jax.Array]], restore_parameters(checkpoint, "float32"))
+    return quantised(plain, config.model, recipe, config.compute_format)
