@@ -1,12 +1,12 @@
 """A model's parameters to and from Orbax checkpoints (OCDBT), each restored straight to where it belongs.
 
-A checkpoint holds a group of parameters by their canonical names, so that writing needs the memory of one
-group. Parameters are not stacked in it: how layers are stored on a device is the backend's choice.
+A checkpoint holds a group of parameters, so that writing needs the memory of one group. Those of a name that are
+alike in all layers are one array in it: the number of arrays takes time to restore, more than their size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,6 +23,8 @@ from jaxserve.quantization.weight import QuantisedWeight, blank
 from jaxserve.weights.converted import ConvertedCheckpoint, group_folder
 
 Parameter = np.ndarray | jax.Array | QuantisedWeight
+_Arrays = dict[str, Any]
+"""The arrays of a parameter, or their shapes and types: `values`, and `scales` and `zeros` if it has them."""
 GROUP_BYTES = 2**30
 """At which a checkpoint is closed and the next one begun."""
 _CHUNKS = ocp.SaveArgs(chunk_byte_size=2**22)
@@ -42,13 +44,20 @@ def save_parameters(
 ) -> tuple[tuple[str, ...], ...]:
     """Write parameters in the order in which they come; returns the names in each checkpoint."""
     groups: list[tuple[str, ...]] = []
-    group: dict[str, dict[str, Any]] = {}
+    group: dict[str, _Arrays] = {}
     size = 0
     with ocp.PyTreeCheckpointer() as checkpointer:
 
         def write() -> None:
             target = group_folder(folder, len(groups)).absolute()
-            checkpointer.save(target, group, save_args=jax.tree.map(lambda _: _CHUNKS, group))
+            stacks = {
+                stack: {
+                    part: np.stack([np.asarray(group[name][part]) for name in names])
+                    for part in group[names[0]]
+                }
+                for stack, names in _stacks(group).items()
+            }
+            checkpointer.save(target, stacks, save_args=jax.tree.map(lambda _: _CHUNKS, stacks))
             groups.append(tuple(group))
             group.clear()
 
@@ -87,17 +96,50 @@ def restore_parameters(
                 name: recipe.format_of(name) if recipe and not infos[name].full_precision else None
                 for name in names
             }
-            wanted = {name: _wanted(infos[name], formats[name], compute_format, place) for name in names}
+            wanted = {name: _wanted(infos[name], formats[name], compute_format) for name in names}
+            stacks = _stacks(wanted)
+            tree = {
+                stack: _stacked(wanted[alike[0]], len(alike), infos[alike[0]], place)
+                for stack, alike in stacks.items()
+            }
             found = checkpointer.restore(
                 checkpoint.group_folder(index).absolute(),
-                item=wanted,
-                restore_args=ocp.checkpoint_utils.construct_restore_args(wanted),
+                item=tree,
+                restore_args=ocp.checkpoint_utils.construct_restore_args(tree),
             )
+            where = {
+                name: (stack, number) for stack, alike in stacks.items() for number, name in enumerate(alike)
+            }
             for name in names:
-                yield name, _parameter(found.pop(name), formats[name])
+                stack, number = where[name]
+                yield (
+                    name,
+                    _parameter(
+                        {part: _member(array, number) for part, array in found[stack].items()}, formats[name]
+                    ),
+                )
 
 
-def _arrays(parameter: Parameter) -> dict[str, Any]:
+def _stacks(parameters: Mapping[str, _Arrays]) -> dict[str, list[str]]:
+    """The parameters of a group that are one array, in order: a name of layers and arrays that are alike."""
+    stacks: dict[str, list[str]] = {}
+    numbers: dict[tuple[str, Any], str] = {}
+    for name, arrays in parameters.items():
+        field = name.rpartition(".")[2]
+        kind = field, tuple((part, array.shape, str(array.dtype)) for part, array in sorted(arrays.items()))
+        stack = numbers.setdefault(kind, f"{field}.{len(numbers)}")
+        stacks.setdefault(stack, []).append(name)
+    return stacks
+
+
+def _member(stack: jax.Array, number: int) -> np.ndarray | jax.Array:
+    """One of a stack; of one in the host's memory, where that is."""
+    if stack.is_fully_addressable and stack.sharding.device_set == {jax.devices("cpu")[0]}:
+        return np.asarray(stack)[number]
+    return jax.lax.dynamic_index_in_dim(stack, number, keepdims=False)
+
+
+def _arrays(parameter: Any) -> _Arrays:
     """A parameter as Orbax sees it."""
     if not isinstance(parameter, QuantisedWeight):
         return {"values": parameter}
@@ -105,24 +147,28 @@ def _arrays(parameter: Parameter) -> dict[str, Any]:
     return {name: array for name, array in arrays.items() if array is not None}
 
 
-def _parameter(arrays: dict[str, Any], format: WeightFormat | None) -> Parameter:
+def _parameter(arrays: _Arrays, format: WeightFormat | None) -> Parameter:
     if format is None:
         return arrays["values"]
     return QuantisedWeight(arrays["values"], arrays["scales"], arrays.get("zeros"), format)
 
 
-def _wanted(
-    info: ParameterInfo, format: WeightFormat | None, compute_format: FloatFormat, place: Place
-) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes, types and places of a parameter's arrays."""
-    plain = jnp.float32 if info.full_precision else jnp.dtype(compute_format)
-    whole: Any = jax.ShapeDtypeStruct(info.shape, plain)
+def _wanted(info: ParameterInfo, format: WeightFormat | None, compute_format: FloatFormat) -> _Arrays:
+    """Shapes and types of a parameter's arrays."""
     if format is not None:
-        whole = jax.eval_shape(lambda: blank(info.shape, format, info.num_input_axes))
-    arrays = _arrays(whole)
-    scale_axes = info.scale_axes(grouped=format is not None and format.group > 0)
+        return _arrays(jax.eval_shape(lambda: blank(info.shape, format, info.num_input_axes)))
+    plain = jnp.float32 if info.full_precision else jnp.dtype(compute_format)
+    return {"values": jax.ShapeDtypeStruct(info.shape, plain)}
+
+
+def _stacked(arrays: _Arrays, count: int, info: ParameterInfo, place: Place) -> _Arrays:
+    """So many of a parameter's arrays as one, and where it belongs."""
+    grouped = "scales" in arrays and arrays["scales"].ndim > len(info.axes) - info.num_input_axes
+    scale_axes = info.scale_axes(grouped)
     axes = {"values": info.axes, "scales": scale_axes, "zeros": scale_axes}
-    return {
-        name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=place(array.shape, axes[name]))
-        for name, array in arrays.items()
-    }
+
+    def stack(part: str, array: Any) -> jax.ShapeDtypeStruct:
+        shape = (count, *array.shape)
+        return jax.ShapeDtypeStruct(shape, array.dtype, sharding=place(shape, (None, *axes[part])))
+
+    return {part: stack(part, array) for part, array in arrays.items()}
