@@ -1,11 +1,12 @@
 """A model's parameters to and from Orbax checkpoints (OCDBT), each restored straight to where it belongs.
 
-A checkpoint holds a group of parameters, so that writing needs the memory of one group. Those of a name that are
-alike in all layers are one array in it: the number of arrays takes time to restore, more than their size.
+A checkpoint holds a group of parameters, so that writing needs the memory of one group. Those of a name that
+are alike in all layers are one array in it: the number of arrays takes time to restore, more than their size.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -153,6 +154,7 @@ def _parameter(arrays: _Arrays, format: WeightFormat | None) -> Parameter:
     return QuantisedWeight(arrays["values"], arrays["scales"], arrays.get("zeros"), format)
 
 
+@functools.cache
 def _wanted(info: ParameterInfo, format: WeightFormat | None, compute_format: FloatFormat) -> _Arrays:
     """Shapes and types of a parameter's arrays."""
     if format is not None:
