@@ -26,6 +26,7 @@ from jaxserve.engine.engine import DeviceEngine
 from jaxserve.loop import HostLoop
 from jaxserve.opened_model import open_model
 from jaxserve.plan import SamplingParams
+from jaxserve.quantization import RECIPES, precision_of
 from jaxserve.scheduling.drafting import SpeculationStatistics
 from jaxserve.speculation import named_speculation
 from jaxserve.text import Tokenizer
@@ -131,6 +132,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 4], help="answers side by side")
     parser.add_argument("--tasks", nargs="+", choices=_TASKS, default=_TASKS)
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
+    parser.add_argument("--quantize", choices=RECIPES, help="number formats of the weights")
     parser.add_argument("--deterministic", action="store_true", help="in the shape-invariant mode")
     parser.add_argument("--repeats", type=int, default=2, help="the best counts (default %(default)s)")
     args = parser.parse_args()
@@ -139,12 +141,13 @@ def main() -> None:
         num_slots=max(args.streams),
         max_model_len=2048,
         dtype=args.dtype,
+        quantize=args.quantize,
         deterministic=args.deterministic,
         speculative="ngram",
         max_drafts=args.max_drafts,
     )
     engine = model.build_engine(options)
-    print(f"{describe()}\n{args.model}, {args.dtype}, deterministic={args.deterministic}")
+    print(f"{describe()}\n{args.model}, {precision_of(engine.config)}, deterministic={args.deterministic}")
     print("task           streams   plain/s drafted/s  ratio  steps accepted of drafts    same", flush=True)
     for task, texts in read_prompts(args.prompts, args.num_prompts).items():
         if task in args.tasks:
