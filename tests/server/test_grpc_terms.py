@@ -109,7 +109,7 @@ def test_a_deadline_that_will_be_missed_is_refused_and_one_that_passes_in_the_qu
     async def main() -> None:
         # The class's own patience must not be what refuses.
         async with one_slot({"classes": {"default": {"max_predicted_wait": 3600.0}}}) as served:
-            # Requests that end while others wait teach how fast the queue drains: two seconds of them are enough.
+            # Requests that end while others wait teach how fast the queue drains; two seconds do.
             taught = [served.native.Generate(request(num_tokens=2)) for _ in range(48)]
             for call in taught:
                 assert [one async for one in call][-1].HasField("final")
