@@ -15,9 +15,11 @@ from typing import Any
 import grpc
 import grpc.aio
 
-_NUM_SERVERS = 2
-_LOOK_SECONDS = 0.1
-"""How long a breakdown may go unnoticed, while the other server takes all new connections."""
+_NUM_SERVERS = 8
+"""Clients are spread over them: so many times fewer lose a call that had come and was not yet accepted when
+theirs broke down. The core cancels such a call, and nothing can be done about that here."""
+_LOOK_SECONDS = 0.25
+"""How long a breakdown may go unnoticed, while the other servers take all new connections."""
 
 _log = logging.getLogger("jaxserve.server")
 
@@ -36,7 +38,7 @@ class GenericHandlers:
 
 
 class EnduringServer:
-    """Two servers that share a port, so that one is there while the other, having broken down, is replaced.
+    """Servers that share a port, so that others are there while one that has broken down is replaced.
 
     Calls that are open stay with a broken server until they end; its clients are told to connect anew.
     """
