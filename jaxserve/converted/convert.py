@@ -6,13 +6,12 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from jaxserve.config import FloatFormat
-from jaxserve.converted.parameters import GROUP_BYTES, Parameter, save_parameters
-from jaxserve.engine.loading import log_conversion, read_parameters
-from jaxserve.model.parameters import model_parameters
+from jaxserve.converted.parameters import GROUP_BYTES, save_parameters
+from jaxserve.engine.loading import log_conversion, read_parameters, reported
 from jaxserve.quantization import Recipe
 from jaxserve.weights import AnyCheckpoint, Checkpoint
 from jaxserve.weights.converted import GGUF_METADATA
@@ -69,7 +68,7 @@ def convert(
     try:
         if source:
             log_conversion(source, recipe, stored)
-        named = _reported(read_parameters(checkpoint, recipe, stored), checkpoint, on_progress)
+        named = reported(read_parameters(checkpoint, recipe, stored), checkpoint.config, on_progress)
         groups = save_parameters(named, partial, group_bytes)
         _copy_text(checkpoint, partial)
         manifest = Manifest(
@@ -96,15 +95,6 @@ def _stored_format(checkpoint: Checkpoint, recipe: Recipe | None, asked: FloatFo
     if recipe and of_recipe and asked not in (None, of_recipe):
         raise ValueError(f"recipe {recipe.name!r} is {of_recipe}, and {asked} was asked for")
     return asked or of_recipe or checkpoint.natural_format
-
-
-def _reported(
-    named: Iterable[tuple[str, Parameter]], checkpoint: Checkpoint, on_progress: Callable[[int, int], None]
-) -> Iterator[tuple[str, Parameter]]:
-    total = sum(1 for _ in model_parameters(checkpoint.config))
-    for number, entry in enumerate(named):
-        yield entry
-        on_progress(number + 1, total)
 
 
 def _copy_text(checkpoint: Checkpoint, folder: Path) -> None:

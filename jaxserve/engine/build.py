@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
@@ -14,11 +14,10 @@ import jax
 from jaxserve.config import CacheConfig, EngineConfig, FloatFormat, KvFormat, LogprobsMode, ModelConfig
 from jaxserve.engine.compile_cache import compile_counter, enable_compilation_cache
 from jaxserve.engine.engine import DeviceEngine
-from jaxserve.engine.loading import named_parameters, stored_as
-from jaxserve.engine.parameters import Named, place_parameters
+from jaxserve.engine.loading import named_parameters, reported, stored_as
+from jaxserve.engine.parameters import place_parameters
 from jaxserve.engine.programs import compile_programs
 from jaxserve.engine.state import MAX_EOS_IDS
-from jaxserve.model.parameters import model_parameters
 from jaxserve.model.transformer import LayerLoop, Params
 from jaxserve.quantization import RECIPES, recipe_named, recipe_of_label
 from jaxserve.speculation import DEFAULT_MAX_DRAFTS, SPECULATIVE, Speculative
@@ -167,7 +166,8 @@ def load_parameters(
     checkpoint: AnyCheckpoint, config: EngineConfig, on_progress: Progress = lambda stage, done, total: None
 ) -> Params:
     """A model's parameters on the device, as the programs for this config take them."""
-    named = _reported(named_parameters(checkpoint, config), config, on_progress)
+    named = named_parameters(checkpoint, config)
+    named = reported(named, config.model, lambda done, total: on_progress("load", done, total))
     return place_parameters(named, checkpoint.config, layer_loop_for(jax.default_backend()))
 
 
@@ -320,10 +320,3 @@ def _default_kv_memory(platform: str) -> int:
     if not stats or "bytes_limit" not in stats:
         raise ValueError(f"the {platform} device does not tell its memory: give kv_memory")
     return int(DEVICE_MEMORY_SHARE * (stats["bytes_limit"] - stats["bytes_in_use"]))
-
-
-def _reported(named: Named, config: EngineConfig, on_progress: Progress) -> Iterator[tuple[str, Any]]:
-    total = sum(1 for _ in model_parameters(config.model))
-    for number, entry in enumerate(named):
-        yield entry
-        on_progress("load", number + 1, total)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import cast
 
 import jax
 
-from jaxserve.config import EngineConfig, FloatFormat
+from jaxserve.config import EngineConfig, FloatFormat, ModelConfig
 from jaxserve.engine.parameters import Named, as_weights, quantised
+from jaxserve.model.parameters import model_parameters
 from jaxserve.quantization import Recipe, recipe_in_force
 from jaxserve.weights import AnyCheckpoint, Checkpoint, ConvertedCheckpoint, StoredWeights
 
@@ -55,6 +56,14 @@ def named_parameters(checkpoint: AnyCheckpoint, config: EngineConfig) -> Named:
     if checkpoint.stored:
         log_conversion(checkpoint.stored, recipe, config.compute_format)
     return read_parameters(checkpoint, recipe, config.compute_format)
+
+
+def reported(named: Named, model: ModelConfig, on_progress: Callable[[int, int], None]) -> Named:
+    """The same parameters; after each, `on_progress` hears how many have passed, and of how many."""
+    total = sum(1 for _ in model_parameters(model))
+    for number, entry in enumerate(named):
+        yield entry
+        on_progress(number + 1, total)
 
 
 def read_parameters(checkpoint: Checkpoint, recipe: Recipe | None, compute_format: FloatFormat) -> Named:

@@ -135,16 +135,6 @@ Block FindBlock(const Problem& p, const Piece& piece, int64_t first, int64_t low
           std::min(kTokens, high - first), scales, scales + p.page_size};
 }
 
-// Starts to fetch a block, whose planes lie apart.
-void Prefetch(const Problem& p, const Block& block) {
-  const int64_t item = p.format == kFloat32 ? 4 : p.format == kBfloat16 ? 2 : 1;
-  const char* pool = static_cast<const char*>(p.pool);
-  for (int64_t plane = 0; plane < p.planes; ++plane) {
-    const char* rows = pool + (block.head + plane * p.page_size + block.token) * kLanes * item;
-    for (int64_t byte = 0; byte < kTokens * kLanes * item; byte += 64) __builtin_prefetch(rows + byte);
-  }
-}
-
 // The keys of a block, transposed to [depth][kTokens], and its values [kTokens][depth]; zeros for positions that
 // nobody may read, where a page may hold anything, NaN included.
 template <typename T, bool kWhole>
@@ -277,13 +267,8 @@ void Attend(const Problem& p, const Piece& piece) {
     for (int64_t d = 0; d < p.head_size; ++d) b.queries[query * depth + d] = p.q[index(query) + d] * p.scale;
   const int64_t last = piece.first_position + piece.num_rows;  // One past the last row's position.
   const int64_t low = p.window ? std::max<int64_t>(0, piece.first_position - p.window + 1) : 0;
-  Block next = FindBlock(p, piece, low / kTokens * kTokens, low, last);
   for (int64_t first = low / kTokens * kTokens; first < last; first += kTokens) {
-    const Block block = next;
-    if (first + kTokens < last) {
-      next = FindBlock(p, piece, first + kTokens, low, last);
-      Prefetch(p, next);
-    }
+    const Block block = FindBlock(p, piece, first, low, last);
     if (p.format == kFloat32)
       ReadBlock<float>(p, block, b.keys.data(), b.values.data());
     else if (p.format == kBfloat16)
