@@ -143,7 +143,8 @@ def _matrix_operands(config: EngineConfig) -> tuple[str, float]:
     if format is None:
         return config.compute_format, 2.0 if config.compute_format == "bfloat16" else 4.0
     hidden = config.model.hidden_size
-    operands = "int8" if format.int8_rows else config.compute_format
+    # Twelve bits are two products of eight, which take as long as one of sixteen.
+    operands = "int8" if format.row_bits == 8 else config.compute_format
     return operands, format.num_bytes(1, hidden) / hidden
 
 

@@ -13,7 +13,7 @@ from jaxserve.config import Activation, LayerKind
 from jaxserve.quantization.products import Reach, direct, quantised_product
 from jaxserve.quantization.weight import QuantisedWeight, dequantise
 from pallas_kernels.dispatch import Target
-from pallas_kernels.int8_matmul import int8_matmul
+from pallas_kernels.int8_matmul import int8_matmul, join_halves, split_halves
 
 Weight = jax.Array | QuantisedWeight
 """A matrix `[*out, *in]`."""
@@ -73,6 +73,8 @@ def product_flat(
 
 def contract(x: jax.Array, weight: jax.Array) -> jax.Array:
     """`[T, *out]`: two arrays multiplied, in float32; integers, exactly, in int32."""
+    if x.dtype == jnp.int16:
+        return join_halves(contract(split_halves(x), weight))
     num_outputs = weight.ndim - x.ndim + 1
     contracted = tuple(range(1, x.ndim)), tuple(range(num_outputs, weight.ndim))
     return jax.lax.dot_general(
@@ -90,7 +92,10 @@ def contract_flat(x: jax.Array, weight: jax.Array, *, target: Target | None = No
     num_outputs = weight.ndim - x.ndim + 1
     matrix = weight.reshape(math.prod(weight.shape[:num_outputs]), -1)
     rows = x.reshape(x.shape[0], -1)
-    out = int8_matmul(rows, matrix, target=target) if x.dtype == jnp.int8 else contract(rows, matrix)
+    if jnp.issubdtype(x.dtype, jnp.integer):
+        out = int8_matmul(rows, matrix, target=target)
+    else:
+        out = contract(rows, matrix)
     return out.reshape(-1, *weight.shape[:num_outputs])
 
 

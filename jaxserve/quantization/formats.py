@@ -25,9 +25,10 @@ class WeightFormat:
     Where it does not divide a matrix's inputs, the largest size below it that does."""
     zeros: bool = False
     """Whether each group has a zero of its own; otherwise the range is symmetric."""
-    int8_rows: bool = False
-    """Whether the other factor is rounded to int8 too, each row with a scale of its own, and the products
-    are summed as integers; otherwise the matrix is widened to the other factor's type."""
+    row_bits: Literal[0, 8, 12] = 0
+    """To how many bits the other factor is rounded, each row with a scale of its own, for the products to be
+    summed as integers; 0 for not: then the matrix is widened to the other factor's type. The few large
+    numbers of a row leave the others little of 8 bits; with 12 next to nothing is lost."""
     scale_type: ScaleType = "float32"
     """Of the scales."""
 
@@ -61,11 +62,15 @@ class WeightFormat:
 
 _STORAGE: Mapping[str, Storage] = {
     "int8": "int8",
+    "int8-wide": "int8",
     "int8-weight-only": "int8",
     "fp8": "float8_e4m3fn",
     "int4": "uint4x2",
 }
-_NAME = re.compile(r"(?P<base>int8-weight-only|int8|fp8|int4)(-(?P<group>[1-9]\d*))?(-zeros)?(-f32)?")
+_ROW_BITS: Mapping[str, Literal[8, 12]] = {"int8": 8, "int8-wide": 12}
+_NAME = re.compile(
+    r"(?P<base>int8-weight-only|int8-wide|int8|fp8|int4)(-(?P<group>[1-9]\d*))?(-zeros)?(-f32)?"
+)
 
 
 def weight_format(
@@ -74,7 +79,8 @@ def weight_format(
     """The format with a kind of values, a group size, zeros and a type of scales, under its own name.
 
     Args:
-        base: int8 (whose other factor is rounded too), int8-weight-only, fp8 or int4.
+        base: int8 and int8-wide (whose other factor is rounded too, to 8 and to 12 bits), int8-weight-only,
+            fp8 or int4.
         group: inputs that share a scale; 0 for channels.
         zeros: whether each group has a zero.
         scale_type: of groups' scales; those of channels are few, and float32.
@@ -84,8 +90,9 @@ def weight_format(
     scale_type = scale_type if group else "float32"
     suffix = f"{f'-{group}' if group else ''}{'-zeros' if zeros else ''}"
     name = base + suffix + ("-f32" if group and scale_type == "float32" else "")
-    if suffix and base == "int8":
-        raise ValueError(f"weight format {name!r}: rows of int8 need one scale a channel, and no zeros")
+    row_bits = _ROW_BITS.get(base, 0)
+    if suffix and row_bits:
+        raise ValueError(f"weight format {name!r}: rows of integers need one scale a channel, and no zeros")
     if zeros and base == "fp8":
         raise ValueError(f"weight format {name!r}: fp8 has no zeros")
     return WeightFormat(
@@ -93,13 +100,13 @@ def weight_format(
         storage=_STORAGE[base],
         group=group,
         zeros=zeros,
-        int8_rows=base == "int8",
+        row_bits=row_bits,
         scale_type=scale_type,
     )
 
 
 def _formats() -> dict[str, WeightFormat]:
-    formats = [weight_format(base) for base in ("int8", "int8-weight-only", "fp8")]
+    formats = [weight_format(base) for base in ("int8", "int8-wide", "int8-weight-only", "fp8")]
     for group in GROUP_SIZES:
         # Scales of groups are many, and rounding to four bits loses far more than bfloat16 does.
         formats += [

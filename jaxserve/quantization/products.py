@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxserve.quantization.weight import INT8_MAX, SMALLEST_SCALE, QuantisedWeight, dequantise
+from jaxserve.quantization.weight import SMALLEST_SCALE, QuantisedWeight, dequantise
 
 Contract = Callable[[jax.Array, jax.Array], jax.Array]
 """x `[T, *in]` and a matrix `[*out, *in]` of one type to `[T, *out]`, in float32 or of integers in int32."""
@@ -35,8 +36,8 @@ def quantised_product(x: jax.Array, weight: QuantisedWeight, contract: Contract,
         contract: the product of two arrays.
         reach: `direct(weight.values)`, or what chooses them while the program runs.
     """
-    if weight.format.int8_rows:
-        rows, scale_T = quantise_rows(x)
+    if weight.format.row_bits:
+        rows, scale_T = quantise_rows(x, weight.format.row_bits)
         sums = reach(lambda values, rows: contract(rows, values), rows)
         scale_T = scale_T.reshape(-1, *(1,) * (sums.ndim - 1))
         return sums.astype(jnp.float32) * (scale_T * weight.scales[None])
@@ -54,9 +55,14 @@ def quantised_product(x: jax.Array, weight: QuantisedWeight, contract: Contract,
     return unscaled * weight.scales[None]
 
 
-def quantise_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """x `[T, *in]` rounded to int8, and each row's scale, float32 `[T]`."""
+def quantise_rows(x: jax.Array, bits: int = 8) -> tuple[jax.Array, jax.Array]:
+    """x `[T, *in]` rounded to integers, and each row's scale, float32 `[T]`.
+
+    They are int8, or int16 for more than 8 bits, of no more than leave room for the sum of a row's products
+    with int8 in 32 bits: of rows of 8,259 numbers and more not quite 12.
+    """
     wide = x.astype(jnp.float32)
     axes = tuple(range(1, x.ndim))
-    scale = jnp.maximum(jnp.max(jnp.abs(wide), axis=axes, keepdims=True) / INT8_MAX, SMALLEST_SCALE)
-    return jnp.round(wide / scale).astype(jnp.int8), scale.reshape(-1)
+    largest = min(2 ** (bits - 1) - 1, (2**31 - 1) // (128 * math.prod(x.shape[1:])))
+    scale = jnp.maximum(jnp.max(jnp.abs(wide), axis=axes, keepdims=True) / largest, SMALLEST_SCALE)
+    return jnp.round(wide / scale).astype(jnp.int8 if bits == 8 else jnp.int16), scale.reshape(-1)

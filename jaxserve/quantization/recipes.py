@@ -46,7 +46,8 @@ class Recipe:
 _RECIPES = (
     Recipe("f32", 1, compute_format="float32"),
     Recipe("bf16", 1, compute_format="bfloat16"),
-    Recipe("int8", 1, (("*", "int8"),)),
+    Recipe("int8", 2, (("*", "int8-wide"),)),
+    Recipe("w8a8", 1, (("*", "int8"),)),
     Recipe("int8-weight-only", 1, (("*", "int8-weight-only"),)),
     Recipe("fp8", 1, (("*", "fp8"),)),
     # Four bits for a token's only vector, and for the scores of all tokens, lose more than they save.

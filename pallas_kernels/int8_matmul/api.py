@@ -16,10 +16,10 @@ IMPLEMENTATIONS = (
 
 
 def int8_matmul(x_TI: jax.Array, w_OI: jax.Array, *, target: Target | None = None) -> jax.Array:
-    """int32 `[T, O]`: rows of int8 times an int8 matrix, exactly.
+    """int32 `[T, O]`: rows of integers times an int8 matrix, exactly.
 
     Args:
-        x_TI: the rows.
+        x_TI: the rows, int8, or int16 of at most 14 bits whose sums of products fit into 32 bits.
         w_OI: the matrix, a row for each output.
         target: the device to trace for; None for any, which takes the reference.
 

@@ -1,4 +1,4 @@
-// Rows of int8 times an int8 matrix, summed exactly in int32: the same numbers as XLA's own product, read at
+// Rows of int8 or int16 times an int8 matrix, summed exactly in int32: the same numbers as XLA's own product, read at
 // the speed of memory for few rows and multiplied 16 at a time for many.
 
 #include <cstdint>
@@ -90,23 +90,29 @@ void Column(const int16_t* x, const int8_t* w, int64_t rows, int64_t n, int32_t*
 
 }  // namespace
 
-// x [rows, n] int8, w [outputs, n] int8 -> [rows, outputs] int32.
+// x [rows, n] int8 or int16, w [outputs, n] int8 -> [rows, outputs] int32.
 extern "C" XLA_FFI_Error* JaxserveInt8Matmul(XLA_FFI_CallFrame* frame) {
   if (jaxserve::AnswersMetadata(frame)) return nullptr;
   const auto &x = jaxserve::Operand(frame, 0), &w = jaxserve::Operand(frame, 1);
-  if (x.dtype != XLA_FFI_DataType_S8 || w.dtype != XLA_FFI_DataType_S8 || x.rank != 2 || w.rank != 2 ||
+  const bool wide_rows = x.dtype == XLA_FFI_DataType_S16;
+  if ((x.dtype != XLA_FFI_DataType_S8 && !wide_rows) || w.dtype != XLA_FFI_DataType_S8 || x.rank != 2 || w.rank != 2 ||
       x.dims[1] != w.dims[1])
-    return jaxserve::Fail(frame, "operands must be int8 [rows, n] and [outputs, n]");
+    return jaxserve::Fail(frame, "operands must be int8 or int16 [rows, n] and int8 [outputs, n]");
   const int64_t rows = x.dims[0], outputs = w.dims[0], n = x.dims[1];
-  const auto* values = jaxserve::Data<const int8_t>(x);
   const auto* weights = jaxserve::Data<const int8_t>(w);
   auto* sums = jaxserve::Data<int32_t>(jaxserve::Result(frame));
-  const std::vector<int16_t> wide(values, values + rows * n);
+  std::vector<int16_t> copy;
+  const auto* wide = jaxserve::Data<const int16_t>(x);
+  if (!wide_rows) {
+    const auto* values = jaxserve::Data<const int8_t>(x);
+    copy.assign(values, values + rows * n);
+    wide = copy.data();
+  }
   jaxserve::ParallelFor(frame, (outputs + kChunk - 1) / kChunk, [&](int64_t chunk) {
     const int64_t end = std::min(outputs, (chunk + 1) * kChunk);
     for (int64_t row = 0; row < rows; row += kBlock) {
       const int64_t count = std::min(rows - row, kBlock);
-      const int16_t* block = wide.data() + row * n;
+      const int16_t* block = wide + row * n;
       int32_t* out = sums + row * outputs;
       int64_t o = chunk * kChunk;
       for (; o + kOutputs <= end; o += kOutputs)

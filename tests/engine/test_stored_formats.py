@@ -86,10 +86,10 @@ def test_the_label_says_what_became_of_the_weights(tmp_path: Path) -> None:
     permuted = quantised_model("llama_gqa_tied", CASES["gptq act-order"], tmp_path / "permuted")
     assert precision_of(config_of(awq)) == "awq-int4-32@1 float32"
     assert precision_of(config_of(awq, dtype="bfloat16")) == "awq-int4-32@1 bfloat16"
-    assert precision_of(config_of(awq, quantize="int8")) == "awq-int4-32@1 -> int8@1 float32"
+    assert precision_of(config_of(awq, quantize="int8")) == "awq-int4-32@1 -> int8@2 float32"
     assert precision_of(config_of(awq, quantize="f32")) == "awq-int4-32@1 -> float32"
     assert precision_of(config_of(permuted)) == "gptq-int4-32-actorder -> float32"
-    assert precision_of(config_of(permuted, quantize="int8")) == "gptq-int4-32-actorder -> int8@1 float32"
+    assert precision_of(config_of(permuted, quantize="int8")) == "gptq-int4-32-actorder -> int8@2 float32"
 
 
 def test_what_is_converted_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -102,7 +102,7 @@ def test_what_is_converted_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFi
         messages[f"{case} {quantize}"] = [record.getMessage() for record in caplog.records]
     assert messages == {
         "awq None": [],
-        "awq int8": ["awq-int4-32@1 weights are quantised again, as int8@1"],
+        "awq int8": ["awq-int4-32@1 weights are quantised again, as int8@2"],
         "gptq act-order None": [
             "16 parameters of gptq-int4-32-actorder were converted to float32 "
             "(16: the groups of its inputs are permuted (act-order))"
@@ -161,4 +161,4 @@ def test_a_converted_model_is_not_quantised_again(tmp_path: Path) -> None:
         config_of(open_any_checkpoint(tmp_path / "out"), quantize="int8")
     convert(source, tmp_path / "int8", recipe=recipe_named("int8"))
     again = open_any_checkpoint(tmp_path / "int8")
-    assert precision_of(config_of(again)) == "awq-int4-32@1 -> int8@1 float32"
+    assert precision_of(config_of(again)) == "awq-int4-32@1 -> int8@2 float32"

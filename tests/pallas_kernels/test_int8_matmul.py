@@ -26,15 +26,19 @@ SHAPES = [
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("largest", [127, 2047], ids=["int8", "int16"])
 @pytest.mark.parametrize("native", [False, True], ids=["reference", "cpu"])
-def test_sums_are_exact(shape: tuple[int, int, int], native: bool, request: pytest.FixtureRequest) -> None:
+def test_sums_are_exact(
+    shape: tuple[int, int, int], native: bool, largest: int, request: pytest.FixtureRequest
+) -> None:
     if native:
         request.getfixturevalue("native_kernels")
     num_rows, num_inputs, num_outputs = shape
     random = np.random.default_rng(num_rows)
-    x = random.integers(-128, 128, (num_rows, num_inputs)).astype(np.int8)
+    x = random.integers(-largest, largest + 1, (num_rows, num_inputs))
+    x = x.astype(np.int8 if largest == 127 else np.int16)
     w = random.integers(-128, 128, (num_outputs, num_inputs)).astype(np.int8)
-    x[0], w[0] = -128, -128  # The largest products.
+    x[0], w[0] = -largest, -128  # The largest products.
     multiply = jax.jit(functools.partial(int8_matmul, target=Target(native=native)))
     np.testing.assert_array_equal(multiply(x, w), x.astype(np.int32) @ w.astype(np.int32).T)
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from jaxserve.model.layers import product, product_flat, take_rows
 from jaxserve.quantization import FORMATS, RECIPES, Recipe, WeightFormat, format_named, recipe_named
+from jaxserve.quantization.products import quantise_rows
 from jaxserve.quantization.weight import QuantisedWeight, blank, dequantise, quantise
 from tests.quantization.oracle import stored_numbers
 
@@ -72,9 +73,12 @@ def test_products_are_those_of_the_rounded_numbers(name: str, num_rows: int, dty
     if weight.format.group and dtype == "bfloat16":  # which such a matrix is rounded to
         values = np.asarray(jnp.asarray(values, jnp.float32).astype(dtype)).astype(np.float64)
     x_flat = np.asarray(rows.astype(jnp.float32)).reshape(num_rows, -1)
-    if weight.format.int8_rows:
-        scale = np.maximum(np.abs(x_flat).max(axis=1, keepdims=True) / np.float32(127), np.float32(1e-30))
-        x_flat = np.round(x_flat / scale).astype(np.float64) * scale.astype(np.float64)
+    if bits := weight.format.row_bits:
+        whole, scale = (np.asarray(part, np.float64) for part in quantise_rows(rows, bits))
+        rounded = whole.reshape(num_rows, -1) * scale[:, None]
+        assert np.all(np.abs(rounded - x_flat) <= 0.5001 * scale[:, None])
+        assert np.abs(whole).max() == 2 ** (bits - 1) - 1
+        x_flat = rounded
     expected = x_flat.astype(np.float64) @ values.T
     size = np.abs(x_flat) @ np.abs(values).T
     for ours in (product(rows, weight), product_flat(rows, weight)):
@@ -165,7 +169,9 @@ def test_what_cannot_be_is_named() -> None:
     with pytest.raises(ValueError, match=r"int4-32 of an array \(2, 7\), whose last axis is odd"):
         quantise(np.zeros((2, 7), np.float32), format_named("int4-32"))
     for name in ("int8-32", "int8-zeros"):
-        with pytest.raises(ValueError, match=f"{name}': rows of int8 need one scale a channel, and no zeros"):
+        with pytest.raises(
+            ValueError, match=f"{name}': rows of integers need one scale a channel, and no zeros"
+        ):
             format_named(name)
     with pytest.raises(ValueError, match="'fp8-32-zeros': fp8 has no zeros"):
         format_named("fp8-32-zeros")
