@@ -175,7 +175,7 @@ def test_what_cannot_be_is_named() -> None:
             format_named(name)
     with pytest.raises(ValueError, match="'fp8-32-zeros': fp8 has no zeros"):
         format_named("fp8-32-zeros")
-    with pytest.raises(ValueError, match="'int3' is not one of int8, int8-weight-only, fp8"):
+    with pytest.raises(ValueError, match="'int3' is not one of int8, int8-wide, int8-weight-only, fp8"):
         format_named("int3")
     with pytest.raises(ValueError, match="'q4' is not one of f32, bf16, int8"):
         recipe_named("q4")
