@@ -90,7 +90,7 @@ def weight_format(
     scale_type = scale_type if group else "float32"
     suffix = f"{f'-{group}' if group else ''}{'-zeros' if zeros else ''}"
     name = base + suffix + ("-f32" if group and scale_type == "float32" else "")
-    row_bits = _ROW_BITS.get(base, 0)
+    row_bits = _ROW_BITS.get(base) or 0
     if suffix and row_bits:
         raise ValueError(f"weight format {name!r}: rows of integers need one scale a channel, and no zeros")
     if zeros and base == "fp8":
