@@ -202,7 +202,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each measurement; the best counts")
-    parser.add_argument("--deterministic", action="store_true", help="measure the shape-invariant mode")
+    parser.add_argument(
+        "--deterministic",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="measure the shape-invariant mode",
+    )
     parser.add_argument("--quantize", choices=RECIPES, help="number formats of the weights")
     parser.add_argument("--no-peer", action="store_true", help="leave transformers out")
     parser.add_argument("--no-start", action="store_true", help="leave the start-up times out")

@@ -42,7 +42,7 @@ class EngineSettings(TypedDict, total=False):
     host_kv_memory: int | None
     num_pages: int | None
     max_chunk: int | None
-    deterministic: bool
+    deterministic: bool | None
     logprobs_mode: LogprobsMode
     max_logprobs: int
     max_iterations: int

@@ -62,7 +62,6 @@ class Evaluate:
         add("--json", type=Path, metavar="FILE", help="write the report there")
         add_verbose_argument(parser)
         add_engine_arguments(parser)
-        add("--no-deterministic", dest="deterministic", action="store_false", help="numerics as when serving")
         parser.set_defaults(deterministic=True)
 
     def run(self, args: argparse.Namespace) -> int:

@@ -106,7 +106,11 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add("--quantize", choices=RECIPES, help="number formats of the weights (default: their own, or --dtype)")
     add("--kv-format", default="auto", choices=["auto", *get_args(KvFormat)], help="of the KV pool")
     add("--speculative", choices=SPECULATIVE, help="draft answers, ngram: as their own text went on before")
-    add("--deterministic", action="store_true", help="numerics that do not depend on how work is batched")
+    add(
+        "--deterministic",
+        action=argparse.BooleanOptionalAction,
+        help="numerics that do not depend on how work is batched (default: where that costs nothing)",
+    )
 
 
 def read_engine_settings(args: argparse.Namespace, *, num_slots: int) -> EngineSettings:

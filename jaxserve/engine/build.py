@@ -18,6 +18,7 @@ from jaxserve.engine.loading import named_parameters, reported, stored_as
 from jaxserve.engine.parameters import place_parameters
 from jaxserve.engine.programs import compile_programs
 from jaxserve.engine.state import MAX_EOS_IDS
+from jaxserve.model.cache import page_layouts
 from jaxserve.model.transformer import LayerLoop, Params
 from jaxserve.quantization import RECIPES, recipe_named, recipe_of_label
 from jaxserve.speculation import DEFAULT_MAX_DRAFTS, SPECULATIVE, Speculative
@@ -25,6 +26,7 @@ from jaxserve.weights import AnyCheckpoint, Checkpoint, cache_home
 from pallas_kernels import native
 from pallas_kernels.dispatch import Target, default_target
 from pallas_kernels.page_layout import PageLayout
+from pallas_kernels.ragged_paged_attention import reads_pages_natively
 
 LOGGER = logging.getLogger(__name__)
 
@@ -35,7 +37,8 @@ CPU_KV_MEMORY = 2**30
 DEVICE_MEMORY_SHARE = 0.9
 FEW_SLOTS = 4
 SHAPE_INVARIANT_ROWS = 4
-"""XLA on CPU multiplies a single row with another kernel, in another order, than two or more."""
+"""Fewest of a step in the shape-invariant mode, unless products are exact: XLA on CPU multiplies a single row with
+another kernel, in another order, than two or more."""
 
 _SIZES = ("max_model_len", "num_slots", "page_size", "kv_memory", "host_kv_memory", "num_pages", "max_chunk")
 _CHOICES = {
@@ -73,8 +76,9 @@ class EngineOptions:
     """Pages of each cache group instead."""
     max_chunk: int | None = None
     """Rows of the largest step; by default 256 on CPU, 1024 elsewhere."""
-    deterministic: bool = False
-    """Shape-invariant numerics: a row's logits are bitwise the same whatever shares its step."""
+    deterministic: bool | None = None
+    """Shape-invariant numerics: a row's logits are bitwise the same whatever shares its step. By default where that
+    costs nothing: on CPU with its own kernels, in a recipe whose products are sums of integers (`int8`)."""
     logprobs_mode: LogprobsMode = "raw"
     """Log-probabilities of the model itself, or of the distribution that was sampled from."""
     max_logprobs: int = 20
@@ -158,8 +162,23 @@ def configure(checkpoint: AnyCheckpoint, options: EngineOptions) -> EngineConfig
     options = _with_recipe(options, checkpoint)
     dtype = resolve_dtype(options, platform)
     model = checkpoint.config
-    config = resolve_config(model, options, platform, dtype, _resolve_max_model_len(options, model))
+    max_model_len = _resolve_max_model_len(options, model)
+    if options.deterministic is None:
+        invariant = resolve_config(
+            model, replace(options, deterministic=True), platform, dtype, max_model_len
+        )
+        options = replace(options, deterministic=_is_invariant_for_nothing(invariant))
+    config = resolve_config(model, options, platform, dtype, max_model_len)
     return stored_as(config, checkpoint, options.quantize)
+
+
+def _is_invariant_for_nothing(config: EngineConfig) -> bool:
+    """Whether shape-invariant numerics are as fast as others with this config, on this machine."""
+    target = _target()
+    exact = _has_exact_products(config.model, config.recipe)
+    if not (target.native and exact and config.max_iterations == 1):
+        return False
+    return all(reads_pages_natively(layout) for layout in page_layouts(config, target.platform))
 
 
 def load_parameters(
@@ -182,6 +201,7 @@ def resolve_config(
     page_size = options.page_size or (16 if on_cpu else 64)
     max_chunk = options.max_chunk or (256 if on_cpu else 1024)
     kv_format: KvFormat = dtype if options.kv_format == "auto" else options.kv_format
+    fewest = _fewest_rows(model, options)
     num_pages = _resolve_pages(
         model, options, platform, kv_format, page_size, num_slots, max_model_len, max_chunk + num_slots
     )
@@ -190,17 +210,17 @@ def resolve_config(
         cache=CacheConfig(page_size=page_size, num_pages=num_pages, kv_format=kv_format),
         max_model_len=max_model_len,
         num_slots=num_slots,
-        decode_rows=_ladder(SHAPE_INVARIANT_ROWS if options.deterministic else 1, num_slots),
-        chunk_rows=_ladder(_lowest_chunk(options, num_slots), max(max_chunk, num_slots)),
+        decode_rows=_ladder(fewest, num_slots),
+        chunk_rows=_chunk_rows(options, fewest, num_slots, max_chunk),
         compute_format=dtype,
         recipe=_resolve_recipe(options),
         max_logprobs=min(options.max_logprobs, model.vocab_size),
         logprobs_mode=options.logprobs_mode,
-        deterministic=options.deterministic,
+        deterministic=bool(options.deterministic),
         context_block=max(128, page_size),
         max_iterations=options.max_iterations,
         max_drafts=options.max_drafts if options.speculative else 0,
-        verify_rows=_verify_rows(options, num_slots),
+        verify_rows=() if options.deterministic else _verify_rows(options, num_slots),
         moves_pages=options.host_kv_memory is not None,
     )
 
@@ -215,19 +235,41 @@ def _ladder(lowest: int, highest: int) -> tuple[int, ...]:
     return (*rungs, max(lowest, highest))
 
 
-def _lowest_chunk(options: EngineOptions, num_slots: int) -> int:
-    """Rows of the smallest chunk step."""
-    if options.deterministic:  # which decodes in chunk steps too
-        return SHAPE_INVARIANT_ROWS
+def _fewest_rows(model: ModelConfig, options: EngineOptions) -> int:
+    """Rows of the smallest step."""
+    if not options.deterministic:
+        return 1
+    return 1 if _has_exact_products(model, options.quantize) else SHAPE_INVARIANT_ROWS
+
+
+def _has_exact_products(model: ModelConfig, quantize: str | None) -> bool:
+    """Whether a recipe has all of a model's products summed as integers: in any order, to the same bits."""
+    # Routers multiply floats in any recipe.
+    return quantize is not None and recipe_named(quantize).sums_integers and not model.num_experts
+
+
+def _chunk_rows(options: EngineOptions, fewest: int, num_slots: int, max_chunk: int) -> tuple[int, ...]:
+    """Rows of the steps that take chunks of prompts, and in the shape-invariant mode of all steps."""
+    longest = max(max_chunk, num_slots)
+    chunks = _ladder(_lowest_chunk(num_slots), longest)
+    if not options.deterministic:
+        return chunks
+    if fewest == 1:
+        return tuple(sorted({*_ladder(1, num_slots), *_verify_rows(options, num_slots), *chunks}))
+    return _ladder(fewest, longest)
+
+
+def _lowest_chunk(num_slots: int) -> int:
+    """Rows of the smallest chunk step that is not for drafts alone."""
     # Every rung is a program to compile or read: with few sequences, starting fast matters more.
     return 16 if num_slots > FEW_SLOTS else 64
 
 
 def _verify_rows(options: EngineOptions, num_slots: int) -> tuple[int, ...]:
     """Rows of the steps below the smallest chunk step, for drafts."""
-    if options.speculative is None or options.deterministic:
+    if options.speculative is None:
         return ()
-    return tuple(rows for rows in (2, 4, 8, 16, 32) if rows < _lowest_chunk(options, num_slots))
+    return tuple(rows for rows in (2, 4, 8, 16, 32) if rows < _lowest_chunk(num_slots))
 
 
 def layer_loop_for(platform: str) -> LayerLoop:

@@ -19,20 +19,22 @@ Weight = jax.Array | QuantisedWeight
 """A matrix `[*out, *in]`."""
 
 _NUM_SUMS = 4
-"""Columns of the product that adds up squares."""
+"""Columns, and fewest rows, of the product that adds up squares."""
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float, *, exact_order: bool = False) -> jax.Array:
     """Root-mean-square norm over the last axis, computed in float32 (Zhang and Sennrich 2019).
 
     `exact_order`: whether a row's result must be the same bits however many rows there are. XLA on CPU adds
-    a row's squares up in an order that depends on that; its matrix products do not, from two columns up.
+    a row's squares up in an order that depends on that; its matrix products do not, from two rows and columns up.
     """
     wide = x.astype(jnp.float32)
     squares = jnp.square(wide)
     if exact_order:
         ones = jnp.ones((_NUM_SUMS, x.shape[-1]), jnp.float32)
-        sums = linear(squares.reshape(-1, x.shape[-1]), ones)[:, :1]
+        rows = squares.reshape(-1, x.shape[-1])
+        padding = max(0, _NUM_SUMS - rows.shape[0])
+        sums = linear(jnp.pad(rows, ((0, padding), (0, 0))), ones)[: rows.shape[0], :1]
         mean = sums.reshape(*x.shape[:-1], 1) / x.shape[-1]
     else:
         mean = jnp.mean(squares, axis=-1, keepdims=True)

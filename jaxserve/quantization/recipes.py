@@ -35,6 +35,12 @@ class Recipe:
         """Name and version, as receipts and caches know it."""
         return f"{self.name}@{self.version}"
 
+    @property
+    def sums_integers(self) -> bool:
+        """Whether rows times any matrix are summed as integers: exactly, so in whatever order."""
+        formats = [format_named(name) for _, name in self.rules]
+        return any(pattern == "*" for pattern, _ in self.rules) and all(one.row_bits for one in formats)
+
     def format_of(self, parameter: str) -> WeightFormat | None:
         """The format of a parameter by its full name; None for the compute format."""
         for pattern, name in self.rules:

@@ -21,17 +21,20 @@ FORMATS = {
 """(format, storage) of a pool, and its number in the source."""
 
 
-def obstacle(layout: PageLayout, params: AttentionParams, native: bool, **_: object) -> str | None:
+def obstacle(layout: PageLayout, native: bool, **_: object) -> str | None:
     """Why the kernel cannot take a cache group, or None."""
     if reason := native_obstacle(native):
         return reason
-    if params.exact_order:
-        return "the exact order of summation is the reference's"
     if layout.page_size % BLOCK_TOKENS:
         return f"pages of {layout.page_size} tokens are no multiple of {BLOCK_TOKENS}"
     if (layout.kv_format, layout.storage) not in FORMATS:
         return f"pages of {layout.kv_format} are stored as {layout.storage}"
     return None
+
+
+def reads_pages_natively(layout: PageLayout) -> bool:
+    """Whether the kernel takes a cache group where there is one; a row's numbers depend on its context alone then."""
+    return obstacle(layout, native=True) is None
 
 
 def attend_cpu(

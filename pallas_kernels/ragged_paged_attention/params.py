@@ -20,4 +20,5 @@ class AttentionParams:
     query_tile: int = 16
     """Rows of a sequence that share a gather of its context."""
     exact_order: bool = False
-    """Multiply and reduce instead of a dot, whose order of summation varies with its shape."""
+    """A row's sums are added in an order that depends on its own context alone: the reference multiplies and
+    reduces instead of a dot, whose order varies with its shape."""

@@ -20,11 +20,16 @@ from pallas_kernels.dispatch import Target
 
 
 def small_engine(
-    folder: Path, layer_loop: LayerLoop = "switched", *, native: bool = False, **settings: Any
+    folder: Path,
+    layer_loop: LayerLoop = "switched",
+    *,
+    native: bool = False,
+    overrides: tuple[tuple[str, str], ...] = (),
+    **settings: Any,
 ) -> DeviceEngine:
     """An engine of few, small programs.
 
-    `native`: by the kernels for this CPU, which must be loaded. `settings` are fields of EngineConfig, or
+    `native`: by the kernels for this CPU, which must be loaded, but for `overrides`. `settings` are fields of EngineConfig, or
     num_pages, kv_format.
     """
     checkpoint = open_checkpoint(folder)
@@ -43,8 +48,9 @@ def small_engine(
         cache=CacheConfig(page_size=16, num_pages=(num_pages,) * len(model.windows), kv_format=kv_format),
         **(defaults | settings),
     )
+    target = Target(native=native, overrides=overrides)
     params = place_parameters(_named_parameters(checkpoint, config), model, layer_loop)
-    return DeviceEngine(config, params, compile_programs(config, layer_loop, target=Target(native=native)))
+    return DeviceEngine(config, params, compile_programs(config, layer_loop, target=target))
 
 
 def _named_parameters(checkpoint: Checkpoint, config: EngineConfig) -> Named:

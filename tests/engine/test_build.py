@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from jaxserve.config import EngineConfig, LayerKind, ModelConfig
-from jaxserve.engine.build import EngineOptions, resolve_config
+from jaxserve.engine.build import EngineOptions, configure, resolve_config
 from jaxserve.engine.ladder import decode_shapes
-from jaxserve.weights import pull
+from jaxserve.weights import open_checkpoint, pull
 from pallas_kernels.page_layout import PageLayout
+from tests.oracle.tiny_models import write_tiny_model
 
 
 def model_config(**changes: Any) -> ModelConfig:
@@ -49,6 +50,47 @@ def test_shape_invariant_numerics_have_no_single_row() -> None:
         config = resolved(EngineOptions(num_slots=num_slots, deterministic=True))
         assert config.chunk_rows == (4, 16, 64, 256)
         assert decode_shapes(config) == ()
+
+
+def test_but_where_products_are_exact_a_step_may_be_of_one_row() -> None:
+    config = resolved(EngineOptions(quantize="int8", deterministic=True))
+    assert config.chunk_rows == (1, 4, 16, 64, 256)
+    assert resolved(EngineOptions(quantize="int8", deterministic=True, num_slots=1)).chunk_rows == (
+        1,
+        64,
+        256,
+    )
+    drafting = resolved(EngineOptions(quantize="w8a8", deterministic=True, speculative="ngram"))
+    assert drafting.chunk_rows == (1, 2, 4, 8, 16, 64, 256)
+    assert drafting.verify_rows == ()
+    assert resolved(EngineOptions(quantize="int4", deterministic=True)).chunk_rows[0] == 4
+    experts = {"num_experts": 4, "experts_per_token": 2, "expert_intermediate_size": 32}
+    routed = resolved(
+        EngineOptions(quantize="int8", deterministic=True), layers=(LayerKind(experts=True),) * 3, **experts
+    )
+    assert routed.chunk_rows[0] == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "invariant"),
+    [
+        ({"quantize": "int8"}, True),
+        ({"quantize": "int8", "kv_format": "int8"}, True),
+        ({"quantize": "int8", "deterministic": False}, False),
+        ({"quantize": "int8", "kv_format": "float8_e4m3fn"}, False),
+        ({"quantize": "int8", "page_size": 8}, False),
+        ({"quantize": "int8", "max_iterations": 4}, False),
+        ({"quantize": "int8-weight-only"}, False),
+        ({}, False),
+        ({"deterministic": True}, True),
+    ],
+    ids=str,
+)
+def test_numerics_are_shape_invariant_where_that_costs_nothing(
+    options: dict[str, Any], invariant: bool, tmp_path: Path, native_kernels: None
+) -> None:
+    checkpoint = open_checkpoint(write_tiny_model("llama_gqa_tied", tmp_path / "model"))
+    assert configure(checkpoint, EngineOptions(max_model_len=64, **options)).deterministic is invariant
 
 
 def test_all_slots_can_fill_up_where_memory_allows() -> None:

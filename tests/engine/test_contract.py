@@ -179,19 +179,24 @@ class SmallPool:
         return self._engine.collect(handle)
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16", "int8"])
+@pytest.fixture(scope="module", params=["float32", "bfloat16", "int8", "float32 native", "int8 native"])
 def invariant(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> DeviceEngine:
     """A shape-invariant engine that reports the log-probability of every token of the vocabulary."""
     folder: Path = write_tiny_model("gemma3_linear_rope", tmp_path_factory.mktemp("invariant"))
+    precision, _, kernels = request.param.partition(" ")
+    if kernels:
+        request.getfixturevalue("native_kernels")
     return small_engine(
         folder,
         num_slots=8,
         decode_rows=(8,),
-        chunk_rows=(4, 16, 64),
+        # Products of integers are exact, so that there may be steps of one row.
+        chunk_rows=(1, 4, 16, 64) if precision == "int8" else (4, 16, 64),
         max_logprobs=256,
-        compute_format="bfloat16" if request.param == "bfloat16" else "float32",
-        recipe="int8" if request.param == "int8" else None,
+        compute_format="bfloat16" if precision == "bfloat16" else "float32",
+        recipe="int8" if precision == "int8" else None,
         deterministic=True,
+        native=bool(kernels),
     )
 
 

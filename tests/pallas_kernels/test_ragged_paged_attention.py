@@ -136,8 +136,8 @@ def test_the_cpu_kernel_caps_scores_and_leaves_sinks_to_the_reference(native_ker
     check(CASES[2], "cpu")
 
 
-def test_a_row_of_the_cpu_kernel_is_bitwise_the_same_alone(native_kernels: None) -> None:
-    case = CASES[0]
+@pytest.mark.parametrize("case", ON_CPU, ids=str)
+def test_a_row_of_the_cpu_kernel_is_bitwise_the_same_alone(case: AttentionCase, native_kernels: None) -> None:
     batch, rows = batch_of(case), exact_rows(case)[0]
     together = attend(case, batch, "cpu", single=False)
     singles, last = last_rows(case, batch)
