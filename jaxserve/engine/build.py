@@ -37,8 +37,8 @@ CPU_KV_MEMORY = 2**30
 DEVICE_MEMORY_SHARE = 0.9
 FEW_SLOTS = 4
 SHAPE_INVARIANT_ROWS = 4
-"""Fewest of a step in the shape-invariant mode, unless products are exact: XLA on CPU multiplies a single row with
-another kernel, in another order, than two or more."""
+"""Fewest of a step in the shape-invariant mode, unless products are exact: XLA on CPU multiplies a single row
+with another kernel, in another order, than two or more."""
 
 _SIZES = ("max_model_len", "num_slots", "page_size", "kv_memory", "host_kv_memory", "num_pages", "max_chunk")
 _CHOICES = {
@@ -77,8 +77,8 @@ class EngineOptions:
     max_chunk: int | None = None
     """Rows of the largest step; by default 256 on CPU, 1024 elsewhere."""
     deterministic: bool | None = None
-    """Shape-invariant numerics: a row's logits are bitwise the same whatever shares its step. By default where that
-    costs nothing: on CPU with its own kernels, in a recipe whose products are sums of integers (`int8`)."""
+    """Shape-invariant numerics: a row's logits are bitwise the same whatever shares its step. By default where
+    that costs nothing: on CPU with its own kernels, in a recipe whose products sum integers (`int8`)."""
     logprobs_mode: LogprobsMode = "raw"
     """Log-probabilities of the model itself, or of the distribution that was sampled from."""
     max_logprobs: int = 20

@@ -26,7 +26,8 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float, *, exact_order: bool =
     """Root-mean-square norm over the last axis, computed in float32 (Zhang and Sennrich 2019).
 
     `exact_order`: whether a row's result must be the same bits however many rows there are. XLA on CPU adds
-    a row's squares up in an order that depends on that; its matrix products do not, from two rows and columns up.
+    a row's squares up in an order that depends on that; its matrix products do not, from two rows and columns
+    up.
     """
     wide = x.astype(jnp.float32)
     squares = jnp.square(wide)

@@ -33,7 +33,7 @@ def obstacle(layout: PageLayout, native: bool, **_: object) -> str | None:
 
 
 def reads_pages_natively(layout: PageLayout) -> bool:
-    """Whether the kernel takes a cache group where there is one; a row's numbers depend on its context alone then."""
+    """Whether the kernel, where there is one, takes a cache group: nothing but its context decides a row then."""
     return obstacle(layout, native=True) is None
 
 

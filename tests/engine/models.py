@@ -29,8 +29,8 @@ def small_engine(
 ) -> DeviceEngine:
     """An engine of few, small programs.
 
-    `native`: by the kernels for this CPU, which must be loaded, but for `overrides`. `settings` are fields of EngineConfig, or
-    num_pages, kv_format.
+    `native`: by the kernels for this CPU, which must be loaded, but for `overrides`. `settings` are fields of
+    EngineConfig, or num_pages, kv_format.
     """
     checkpoint = open_checkpoint(folder)
     model = checkpoint.config

@@ -64,7 +64,7 @@ def test_but_where_products_are_exact_a_step_may_be_of_one_row() -> None:
     assert drafting.chunk_rows == (1, 2, 4, 8, 16, 64, 256)
     assert drafting.verify_rows == ()
     assert resolved(EngineOptions(quantize="int4", deterministic=True)).chunk_rows[0] == 4
-    experts = {"num_experts": 4, "experts_per_token": 2, "expert_intermediate_size": 32}
+    experts: dict[str, Any] = {"num_experts": 4, "experts_per_token": 2, "expert_intermediate_size": 32}
     routed = resolved(
         EngineOptions(quantize="int8", deterministic=True), layers=(LayerKind(experts=True),) * 3, **experts
     )
