@@ -77,8 +77,8 @@ class EngineOptions:
     max_chunk: int | None = None
     """Rows of the largest step; by default 256 on CPU, 1024 elsewhere."""
     deterministic: bool | None = None
-    """Shape-invariant numerics: a row's logits are bitwise the same whatever shares its step. By default where
-    that costs nothing: on CPU with its own kernels, in a recipe whose products sum integers (`int8`)."""
+    """Shape-invariant numerics: a row's logits are bitwise the same whatever shares its step. By default
+    where that costs nothing: on CPU with its own kernels, in a recipe whose products sum integers (`int8`)."""
     logprobs_mode: LogprobsMode = "raw"
     """Log-probabilities of the model itself, or of the distribution that was sampled from."""
     max_logprobs: int = 20

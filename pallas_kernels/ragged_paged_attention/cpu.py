@@ -33,7 +33,7 @@ def obstacle(layout: PageLayout, native: bool, **_: object) -> str | None:
 
 
 def reads_pages_natively(layout: PageLayout) -> bool:
-    """Whether the kernel, where there is one, takes a cache group: nothing but its context decides a row then."""
+    """Whether the kernel, where there is one, takes a cache group: a row hangs on its context alone then."""
     return obstacle(layout, native=True) is None
 
 
