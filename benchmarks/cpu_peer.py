@@ -19,7 +19,8 @@ import jax
 
 from benchmarks.machine import describe
 from benchmarks.offline import ANSWER_LEN, PREFILL_LEN, Ours
-from jaxserve.quantization import RECIPES, precision_of
+from jaxserve.commands.options import recipe_name
+from jaxserve.quantization import precision_of
 
 STREAMS = (1, 4, 16, 32)
 PROMPT_LEN = 128
@@ -101,7 +102,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--llama-bin", type=Path, required=True, metavar="DIR")
     parser.add_argument("--model", default="smollm2-135m", help="a catalogue name or a .gguf file")
-    parser.add_argument("--quantize", choices=RECIPES, default="int8")
+    parser.add_argument("--quantize", type=recipe_name, metavar="RECIPE", default="int8")
     parser.add_argument("--kv-format", default="auto")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of llama.cpp")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each measurement; the best counts")

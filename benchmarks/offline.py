@@ -21,10 +21,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from benchmarks.machine import describe, read_bandwidth
+from jaxserve.commands.options import recipe_name
 from jaxserve.engine.build import EngineOptions, build_engine
 from jaxserve.loop import HostLoop
 from jaxserve.plan import SamplingParams
-from jaxserve.quantization import RECIPES, precision_of
+from jaxserve.quantization import precision_of
 from jaxserve.weights import open_checkpoint, resolve_model
 
 STREAMS = (1, 4, 16)
@@ -208,7 +209,9 @@ def main() -> None:
         default=False,
         help="measure the shape-invariant mode",
     )
-    parser.add_argument("--quantize", choices=RECIPES, help="number formats of the weights")
+    parser.add_argument(
+        "--quantize", type=recipe_name, metavar="RECIPE", help="number formats of the weights"
+    )
     parser.add_argument("--no-peer", action="store_true", help="leave transformers out")
     parser.add_argument("--no-start", action="store_true", help="leave the start-up times out")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")

@@ -21,12 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import describe
+from jaxserve.commands.options import recipe_name
 from jaxserve.engine.build import EngineOptions
 from jaxserve.engine.engine import DeviceEngine
 from jaxserve.loop import HostLoop
 from jaxserve.opened_model import open_model
 from jaxserve.plan import SamplingParams
-from jaxserve.quantization import RECIPES, precision_of
+from jaxserve.quantization import precision_of
 from jaxserve.scheduling.drafting import SpeculationStatistics
 from jaxserve.speculation import named_speculation
 from jaxserve.text import Tokenizer
@@ -132,7 +133,9 @@ def main() -> None:
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 4], help="answers side by side")
     parser.add_argument("--tasks", nargs="+", choices=_TASKS, default=_TASKS)
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
-    parser.add_argument("--quantize", choices=RECIPES, help="number formats of the weights")
+    parser.add_argument(
+        "--quantize", type=recipe_name, metavar="RECIPE", help="number formats of the weights"
+    )
     parser.add_argument("--deterministic", action="store_true", help="in the shape-invariant mode")
     parser.add_argument("--repeats", type=int, default=2, help="the best counts (default %(default)s)")
     args = parser.parse_args()

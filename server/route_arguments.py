@@ -8,8 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxserve.commands.options import parse_size
-from jaxserve.quantization import RECIPES
+from jaxserve.commands.options import parse_size, recipe_name
 from jaxserve.speculation import SPECULATIVE
 
 if TYPE_CHECKING:
@@ -141,6 +140,10 @@ def _named(*choices: str) -> Callable[[str], str]:
     return read
 
 
+def _recipe(text: str) -> str:
+    return text if text == "none" else recipe_name(text)
+
+
 def _optional(read: Callable[[str], str]) -> Callable[[str], str | None]:
     """`none` is None."""
     return lambda text: None if read(text) == "none" else text
@@ -154,7 +157,7 @@ def _name(text: str) -> str:
 
 _KEYS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "dtype": ("dtype", _name),
-    "quantize": ("quantize", _optional(_named("none", *RECIPES))),
+    "quantize": ("quantize", _optional(_recipe)),
     "kv": ("kv_format", _name),
     "kv_format": ("kv_format", _name),
     "kv_memory": ("kv_memory", parse_size),

@@ -9,9 +9,9 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any, get_args
 
-from jaxserve.commands.options import parse_size
+from jaxserve.commands.options import parse_size, recipe_name
 from jaxserve.config import KvFormat
-from jaxserve.quantization import RECIPES, recipe_named
+from jaxserve.quantization import recipe_named
 
 if TYPE_CHECKING:
     from jaxserve.config import EngineConfig, ModelConfig
@@ -42,7 +42,12 @@ class Compile:
         add("--max-model-len", type=int, metavar="N", help="longest sequence (default: up to 16384)")
         add("--kv-memory", type=parse_size, metavar="SIZE", help="of the pool, all devices together")
         add("--kv-format", default="auto", choices=["auto", *get_args(KvFormat)])
-        add("--quantize", choices=RECIPES, help="number formats of the weights (default: bfloat16)")
+        add(
+            "--quantize",
+            type=recipe_name,
+            metavar="RECIPE",
+            help="formats of weights (default: bfloat16)",
+        )
         add("--page-size", type=int, metavar="N", help="tokens on a page (default 64)")
         add("--decode-rows", type=_ladder, default=DEFAULT_DECODE_ROWS, metavar="N,N", help="decode steps")
         add("--chunk-rows", type=_ladder, default=DEFAULT_CHUNK_ROWS, metavar="N,N", help="chunk steps")

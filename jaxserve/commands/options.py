@@ -7,7 +7,7 @@ import re
 from typing import TYPE_CHECKING, Any, get_args
 
 from jaxserve.config import KvFormat
-from jaxserve.quantization import RECIPES
+from jaxserve.quantization import RECIPES, recipe_named
 from jaxserve.speculation import SPECULATIVE
 
 if TYPE_CHECKING:
@@ -103,7 +103,13 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         help="of the host, for what the KV pool has no room for (default: none)",
     )
     add("--dtype", default="auto", choices=["auto", "float32", "bfloat16"], help="of weights and activations")
-    add("--quantize", choices=RECIPES, help="number formats of the weights (default: their own, or --dtype)")
+    add(
+        "--quantize",
+        type=recipe_name,
+        metavar="RECIPE",
+        help=f"number formats of the weights: {', '.join(RECIPES)}, a format, or rules by parameter name "
+        "(head=int8,*=int4-64); default: their own, or --dtype",
+    )
     add("--kv-format", default="auto", choices=["auto", *get_args(KvFormat)], help="of the KV pool")
     add("--speculative", choices=SPECULATIVE, help="draft answers, ngram: as their own text went on before")
     add(
@@ -117,6 +123,14 @@ def read_engine_settings(args: argparse.Namespace, *, num_slots: int) -> EngineS
     """Keyword arguments for an engine of so many sequences; few slots compile few shapes and start fast."""
     settings: Any = {name: getattr(args, name) for name in _ENGINE_ARGUMENTS} | {"num_slots": num_slots}
     return settings
+
+
+def recipe_name(text: str) -> str:
+    """The name of a recipe that there is."""
+    try:
+        return recipe_named(text).name
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def parse_size(text: str) -> int:

@@ -20,7 +20,7 @@ from jaxserve.engine.programs import compile_programs
 from jaxserve.engine.state import MAX_EOS_IDS
 from jaxserve.model.cache import page_layouts
 from jaxserve.model.transformer import LayerLoop, Params
-from jaxserve.quantization import RECIPES, recipe_named, recipe_of_label
+from jaxserve.quantization import recipe_named, recipe_of_label
 from jaxserve.speculation import DEFAULT_MAX_DRAFTS, SPECULATIVE, Speculative
 from jaxserve.weights import AnyCheckpoint, Checkpoint, cache_home
 from pallas_kernels import native
@@ -43,7 +43,6 @@ with another kernel, in another order, than two or more."""
 _SIZES = ("max_model_len", "num_slots", "page_size", "kv_memory", "host_kv_memory", "num_pages", "max_chunk")
 _CHOICES = {
     "dtype": ("auto", "float32", "bfloat16"),
-    "quantize": (None, *RECIPES),
     "kv_format": ("auto", *get_args(KvFormat)),
     "logprobs_mode": ("raw", "processed"),
     "speculative": (None, *SPECULATIVE),
@@ -61,7 +60,7 @@ class EngineOptions:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of weights and activations; float32 on CPU, bfloat16 elsewhere."""
     quantize: str | None = None
-    """Recipe of the weights, a name of `jaxserve.quantization.RECIPES`; None keeps them in `dtype`, or as the
+    """Recipe of the weights, see `jaxserve.quantization.recipe_named`; None keeps them in `dtype`, or as the
     checkpoint stores them if it is quantised already. "f32" or "bf16" widens such weights."""
     kv_format: Literal["auto", "float32", "bfloat16", "int8", "float8_e4m3fn"] = "auto"
     """Of the KV pool; by default as `dtype`."""
@@ -78,7 +77,7 @@ class EngineOptions:
     """Rows of the largest step; by default 256 on CPU, 1024 elsewhere."""
     deterministic: bool | None = None
     """Shape-invariant numerics: a row's logits are bitwise the same whatever shares its step. By default
-    where that costs nothing: on CPU with its own kernels, in a recipe whose products sum integers (`int8`)."""
+    where that costs nothing: on CPU with its own kernels, in a recipe that sums integers (`int8`)."""
     logprobs_mode: LogprobsMode = "raw"
     """Log-probabilities of the model itself, or of the distribution that was sampled from."""
     max_logprobs: int = 20
@@ -104,6 +103,8 @@ class EngineOptions:
         for name, known in _CHOICES.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} {getattr(self, name)!r} is not one of {', '.join(map(str, known))}")
+        if self.quantize is not None:
+            recipe_named(self.quantize)
 
 
 def engine_options(settings: Mapping[str, Any]) -> EngineOptions:
@@ -134,13 +135,13 @@ def build_engine(
         programs = compile_programs(
             config,
             layer_loop,
-            target=_target(),
+            target=machine_target(),
             on_progress=lambda done, total: on_progress("compile", done, total),
         )
         return DeviceEngine(config, loaded.result(), programs)
 
 
-def _target() -> Target:
+def machine_target() -> Target:
     """The device at hand, its own kernels made known to it."""
     target = default_target()
     if target.platform != "cpu":
@@ -174,7 +175,7 @@ def configure(checkpoint: AnyCheckpoint, options: EngineOptions) -> EngineConfig
 
 def _is_invariant_for_nothing(config: EngineConfig) -> bool:
     """Whether shape-invariant numerics are as fast as others with this config, on this machine."""
-    target = _target()
+    target = machine_target()
     exact = _has_exact_products(config.model, config.recipe)
     if not (target.native and exact and config.max_iterations == 1):
         return False

@@ -62,15 +62,13 @@ class WeightFormat:
 
 _STORAGE: Mapping[str, Storage] = {
     "int8": "int8",
-    "int8-wide": "int8",
+    "w8a8": "int8",
     "int8-weight-only": "int8",
     "fp8": "float8_e4m3fn",
     "int4": "uint4x2",
 }
-_ROW_BITS: Mapping[str, Literal[8, 12]] = {"int8": 8, "int8-wide": 12}
-_NAME = re.compile(
-    r"(?P<base>int8-weight-only|int8-wide|int8|fp8|int4)(-(?P<group>[1-9]\d*))?(-zeros)?(-f32)?"
-)
+_ROW_BITS: Mapping[str, Literal[8, 12]] = {"int8": 12, "w8a8": 8}
+_NAME = re.compile(r"(?P<base>int8-weight-only|int8|w8a8|fp8|int4)(-(?P<group>[1-9]\d*))?(-zeros)?(-f32)?")
 
 
 def weight_format(
@@ -79,8 +77,8 @@ def weight_format(
     """The format with a kind of values, a group size, zeros and a type of scales, under its own name.
 
     Args:
-        base: int8 and int8-wide (whose other factor is rounded too, to 8 and to 12 bits), int8-weight-only,
-            fp8 or int4.
+        base: int8 and w8a8 (whose other factor is rounded too, to 12 and to 8 bits), int8-weight-only, fp8 or
+            int4.
         group: inputs that share a scale; 0 for channels.
         zeros: whether each group has a zero.
         scale_type: of groups' scales; those of channels are few, and float32.
@@ -106,12 +104,13 @@ def weight_format(
 
 
 def _formats() -> dict[str, WeightFormat]:
-    formats = [weight_format(base) for base in ("int8", "int8-wide", "int8-weight-only", "fp8")]
+    formats = [weight_format(base) for base in ("int8", "w8a8", "int8-weight-only", "fp8")]
     for group in GROUP_SIZES:
         # Scales of groups are many, and rounding to four bits loses far more than bfloat16 does.
         formats += [
             weight_format("int4", group=group, zeros=zeros, scale_type="bfloat16") for zeros in (False, True)
         ]
+    formats.append(weight_format("fp8", group=128, scale_type="bfloat16"))
     return {format.name: format for format in formats}
 
 

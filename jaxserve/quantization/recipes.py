@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from jaxserve.config import EngineConfig, FloatFormat
-from jaxserve.quantization.formats import WeightFormat, format_named
+from jaxserve.quantization.formats import FORMATS, WeightFormat, format_named
 
 
 @dataclass(frozen=True)
@@ -49,15 +49,22 @@ class Recipe:
         return None
 
 
+def _everywhere(format_name: str) -> tuple[tuple[str, str], ...]:
+    """Rules that give every matrix a format, where that does no harm."""
+    if format_named(format_name).bits > 4:
+        return (("*", format_name),)
+    # Four bits for a token's only vector, and for the scores of all tokens, lose more than they save.
+    return (("embed", "int8-weight-only"), ("head", "int8-weight-only"), ("*", format_name))
+
+
 _RECIPES = (
     Recipe("f32", 1, compute_format="float32"),
     Recipe("bf16", 1, compute_format="bfloat16"),
-    Recipe("int8", 2, (("*", "int8-wide"),)),
-    Recipe("w8a8", 1, (("*", "int8"),)),
+    Recipe("int8", 2, (("*", "int8"),)),
+    Recipe("w8a8", 1, (("*", "w8a8"),)),
     Recipe("int8-weight-only", 1, (("*", "int8-weight-only"),)),
     Recipe("fp8", 1, (("*", "fp8"),)),
-    # Four bits for a token's only vector, and for the scores of all tokens, lose more than they save.
-    Recipe("int4", 1, (("embed", "int8-weight-only"), ("head", "int8-weight-only"), ("*", "int4-32"))),
+    Recipe("int4", 1, _everywhere("int4-32")),
 )
 
 RECIPES: Mapping[str, Recipe] = {recipe.name: recipe for recipe in _RECIPES}
@@ -65,10 +72,32 @@ RECIPES: Mapping[str, Recipe] = {recipe.name: recipe for recipe in _RECIPES}
 
 
 def recipe_named(name: str) -> Recipe:
-    """Raises ValueError, listing the names, for one that is not known."""
-    if name not in RECIPES:
-        raise ValueError(f"quantize {name!r} is not one of {', '.join(RECIPES)}")
-    return RECIPES[name]
+    """A recipe by its name, or made of what the name says.
+
+    Args:
+        name: one of `RECIPES`; one of `FORMATS`, for every matrix (embedding and head stay in int8 beside
+            four bits); or rules by parameter name, the first of which that fits counts: "head=int8,*=fp8".
+
+    Raises ValueError, listing the names, for one that is not known.
+    """
+    if name in RECIPES:
+        return RECIPES[name]
+    if name in FORMATS:
+        return Recipe(name, 1, _everywhere(name))
+    if "=" not in name:
+        raise ValueError(
+            f"quantize {name!r} is not one of {', '.join(RECIPES)}, nor a format ({', '.join(FORMATS)}), nor "
+            'rules of those by parameter name ("head=int8,*=int4-64")'
+        )
+    rules = tuple((pattern.strip(), format.strip()) for pattern, _, format in map(_parts, name.split(",")))
+    return Recipe(name, 1, rules)
+
+
+def _parts(rule: str) -> tuple[str, str, str]:
+    parts = rule.partition("=")
+    if not all(part.strip() for part in parts):
+        raise ValueError(f"quantize: {rule!r} is no rule like *.down=int4-64")
+    return parts
 
 
 def recipe_of_label(label: str, rules: tuple[tuple[str, str], ...] = ()) -> Recipe:
@@ -79,10 +108,12 @@ def recipe_of_label(label: str, rules: tuple[tuple[str, str], ...] = ()) -> Reci
     name, _, version = label.partition("@")
     if rules:
         return Recipe(name, int(version), rules)
-    recipe = RECIPES.get(name)
-    if recipe is None or recipe.label != label:
-        known = ", ".join(one.label for one in RECIPES.values())
-        raise ValueError(f"recipe {label!r} is not one of this version's: {known}")
+    try:
+        recipe = recipe_named(name)
+    except ValueError as error:
+        raise ValueError(f"recipe {label!r}: {error}") from error
+    if recipe.label != label:
+        raise ValueError(f"recipe {label!r} is {recipe.label} in this version")
     return recipe
 
 

@@ -56,9 +56,10 @@ def quantise(array: Any, format: WeightFormat, num_input_axes: int = 1) -> Quant
     if format.storage == "uint4x2":
         _check_pairs(array.shape, format)
         return _quantise_int4(flat, format, array.shape)
+    groups = flat.reshape(*outputs, -1, format.group_size(flat.shape[-1])) if format.group else flat
     largest = INT8_MAX if format.storage == "int8" else FP8_MAX
-    scales = jnp.maximum(jnp.max(jnp.abs(flat), axis=-1) / largest, SMALLEST_SCALE)
-    scaled = jnp.clip(flat / scales[..., None], -largest, largest)
+    scales = _stored_scales(jnp.max(jnp.abs(groups), axis=-1) / largest, format)
+    scaled = jnp.clip(groups / scales[..., None].astype(jnp.float32), -largest, largest)
     values = (jnp.round(scaled) if format.storage == "int8" else scaled).astype(jnp.dtype(format.storage))
     return QuantisedWeight(values.reshape(array.shape), scales, None, format)
 
@@ -116,15 +117,15 @@ def _quantise_int4(flat: jax.Array, format: WeightFormat, shape: tuple[int, ...]
     groups = flat.reshape(*flat.shape[:-1], -1, format.group_size(flat.shape[-1]))
     if format.zeros:
         low, high = jnp.minimum(jnp.min(groups, -1), 0.0), jnp.maximum(jnp.max(groups, -1), 0.0)
-        scales = _stored_scales((high - low) / UINT4_MAX)
+        scales = _stored_scales((high - low) / UINT4_MAX, format)
         zeros = jnp.clip(jnp.round(-low / scales.astype(jnp.float32)), 0, UINT4_MAX)
     else:
-        scales = _stored_scales(jnp.max(jnp.abs(groups), -1) / INT4_MAX)
+        scales = _stored_scales(jnp.max(jnp.abs(groups), -1) / INT4_MAX, format)
         zeros = jnp.full(scales.shape, INT4_MAX + 1, jnp.float32)
     values = jnp.round(groups / scales[..., None].astype(jnp.float32)) + zeros[..., None]
     packed = pack_nibbles(jnp.clip(values, 0, UINT4_MAX).reshape(shape))
     return QuantisedWeight(packed, scales, zeros.astype(jnp.uint8) if format.zeros else None, format)
 
 
-def _stored_scales(scales: jax.Array) -> jax.Array:
-    return jnp.maximum(scales, SMALLEST_SCALE).astype(jnp.bfloat16)
+def _stored_scales(scales: jax.Array, format: WeightFormat) -> jax.Array:
+    return jnp.maximum(scales, SMALLEST_SCALE).astype(jnp.dtype(format.scale_type))

@@ -132,5 +132,5 @@ def test_a_recipe_that_only_names_a_type_is_that_type(tmp_path: Path) -> None:
     assert precision(quantize="int8", dtype="bfloat16") == "int8@2 bfloat16"
     with pytest.raises(ValueError, match="'bf16' computes in bfloat16, and dtype is 'float32'"):
         precision(quantize="bf16", dtype="float32")
-    with pytest.raises(ValueError, match="quantize 'int3' is not one of None, f32, bf16, int8"):
+    with pytest.raises(ValueError, match="quantize 'int3' is not one of f32, bf16, int8"):
         precision(quantize="int3")

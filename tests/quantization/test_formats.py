@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve.model.layers import product, product_flat, take_rows
-from jaxserve.quantization import FORMATS, RECIPES, Recipe, WeightFormat, format_named, recipe_named
+from jaxserve.quantization import (
+    FORMATS,
+    RECIPES,
+    Recipe,
+    WeightFormat,
+    format_named,
+    recipe_named,
+    recipe_of_label,
+)
 from jaxserve.quantization.products import quantise_rows
 from jaxserve.quantization.weight import QuantisedWeight, blank, dequantise, quantise
 from tests.quantization.oracle import stored_numbers
@@ -175,7 +185,7 @@ def test_what_cannot_be_is_named() -> None:
             format_named(name)
     with pytest.raises(ValueError, match="'fp8-32-zeros': fp8 has no zeros"):
         format_named("fp8-32-zeros")
-    with pytest.raises(ValueError, match="'int3' is not one of int8, int8-wide, int8-weight-only, fp8"):
+    with pytest.raises(ValueError, match="'int3' is not one of int8, w8a8, int8-weight-only, fp8"):
         format_named("int3")
     with pytest.raises(ValueError, match="'q4' is not one of f32, bf16, int8"):
         recipe_named("q4")
@@ -188,4 +198,32 @@ def test_the_first_rule_that_fits_counts() -> None:
     formats = [recipe.format_of(name) for name in ("head", "layers.12.down", "layers.12.o", "layers.2.o")]
     assert [format and format.name for format in formats] == ["int8", "int4-64", "fp8", None]
     assert recipe.label == "mixed@3"
+
+
+def test_a_recipe_can_be_a_format_or_rules() -> None:
+    everywhere = recipe_named("fp8-128")
+    assert {name: everywhere.format_of(name).name for name in ("embed", "layers.0.qkv")} == {  # type: ignore[union-attr]
+        "embed": "fp8-128",
+        "layers.0.qkv": "fp8-128",
+    }
+    four_bits = recipe_named("int4-128-zeros")
+    formats = [four_bits.format_of(name) for name in ("embed", "head", "layers.3.o")]
+    assert [format and format.name for format in formats] == ["int8-weight-only"] * 2 + ["int4-128-zeros"]
+    mixed = recipe_named("head=int8, *.down = fp8,layers.*=int4-64")
+    formats = [mixed.format_of(name) for name in ("head", "layers.0.down", "layers.0.o", "embed")]
+    assert [format and format.name for format in formats] == ["int8", "fp8", "int4-64", None]
+    assert recipe_of_label(mixed.label) == mixed
+    assert not mixed.sums_integers
+    assert recipe_named("head=w8a8,*=int8").sums_integers
+    for text, message in (
+        ("head=", "'head=' is no rule"),
+        ("head=int8,,*=int4-64", "'' is no rule"),
+        ("=int8", "'=int8' is no rule"),
+        ("*=int3", "weight format 'int3' is not one of"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            recipe_named(text)
+
+
+def test_every_recipe_has_its_own_name() -> None:
     assert {name: recipe.name for name, recipe in RECIPES.items()} == {name: name for name in RECIPES}

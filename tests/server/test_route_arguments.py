@@ -89,7 +89,7 @@ def test_a_route_s_policy_is_the_file_s_with_its_own_longest_queue(tmp_path: Pat
         (["a", "--route", "chat"], "expected NAME=MODEL"),
         (["a", "--route", "=b"], "expected NAME=MODEL"),
         (["a", "--route", "c=b,colour=red"], "'colour' is not one of dtype, quantize"),
-        (["a", "--route", "c=b,quantize=int3"], "'int3' is not one of none, f32, bf16, int8"),
+        (["a", "--route", "c=b,quantize=int3"], "quantize 'int3' is not one of f32, bf16, int8"),
         (["a", "--route", "c=b,slots=many"], "slots: 'many' is no whole number"),
         (["a", "--route", "c=b,kv=int8,kv_format=int8"], "kv_format is there twice"),
         (["a", "--route", "c=b,kv_memory=big"], "kv_memory: 'big' is no size"),

@@ -129,7 +129,7 @@ CASES: Mapping[str, Case] = {
     "ct int8 rows": Case(
         plain_type("int"),
         compressed(_integers(8, "channel"), "int-quantized", _activations("int")),
-        ("int8",),
+        ("w8a8",),
         "compressed-tensors-int8@1",
     ),
     "ct int8 static rows": Case(
@@ -137,7 +137,7 @@ CASES: Mapping[str, Case] = {
         compressed(
             _integers(8, "tensor"), "int-quantized", _activations("int", dynamic=False, strategy="tensor")
         ),
-        ("int8",),
+        ("w8a8",),
         "compressed-tensors-int8@1",
     ),
     "ct int8 zeros": Case(

@@ -93,7 +93,7 @@ class Scheme(ABC):
         """What holds the matrices exactly, given how their scales are stored; None where nothing does."""
         if self.permuted:
             return None
-        base = "int4" if self.bits == 4 else "int8" if self.int8_rows else "int8-weight-only"
+        base = "int4" if self.bits == 4 else "w8a8" if self.int8_rows else "int8-weight-only"
         return weight_format(
             "fp8" if self.kind == "float" else base,
             group=self.group_in(num_inputs),
