@@ -47,7 +47,8 @@ def save_parameters(
     groups: list[tuple[str, ...]] = []
     group: dict[str, _Arrays] = {}
     size = 0
-    with ocp.PyTreeCheckpointer() as checkpointer:
+    # Compressed, quantised weights are a fifth smaller and take three times as long to read.
+    with ocp.PyTreeCheckpointer(use_compression=False) as checkpointer:
 
         def write() -> None:
             target = group_folder(folder, len(groups)).absolute()
@@ -133,10 +134,10 @@ def _stacks(parameters: Mapping[str, _Arrays]) -> dict[str, list[str]]:
     return stacks
 
 
-def _member(stack: jax.Array, number: int) -> np.ndarray | jax.Array:
-    """One of a stack; of one in the host's memory, where that is."""
+def _member(stack: jax.Array, number: int) -> jax.Array:
+    """One of a stack; of one in the host's memory, without a copy if it begins where XLA wants arrays to."""
     if stack.is_fully_addressable and stack.sharding.device_set == {jax.devices("cpu")[0]}:
-        return np.asarray(stack)[number]
+        return jax.device_put(np.asarray(stack)[number], may_alias=True)
     return jax.lax.dynamic_index_in_dim(stack, number, keepdims=False)
 
 
