@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from jaxserve.planning.advice import thresholds
 from jaxserve.planning.advice.benchmark_results import BenchmarkRun
 from jaxserve.planning.advice.evidence import Evidence
@@ -20,6 +22,10 @@ def limit_in_force(seen: Evidence) -> float | None:
     return seen.known_server.tpot_target
 
 
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.1f} ms"
+
+
 def _limit(seen: Evidence) -> float:
     limit = limit_in_force(seen)
     if limit is None:
@@ -33,18 +39,18 @@ def batch_past_the_limit(seen: Evidence) -> Advice | None:
     slow = server.tpot.quantile(0.95)
     if slow <= limit or server.batch < thresholds.LARGE_BATCH:
         return None
-    sizes = {rows: seconds for rows, seconds in server.decode_seconds.items() if seconds <= limit}
-    largest = max(sizes, default=1)
-    found = (
-        f"of the measured steps that only decode, {largest} answers are the most within it: "
-        f"{1e3 * sizes[largest]:.1f} ms"
-        if sizes
-        else "no measured step is within it, not even the smallest"
-    )
+    measured = server.decode_seconds
+    largest = max((rows for rows, seconds in measured.items() if seconds <= limit), default=1)
+    if measured.get(largest, math.inf) <= limit:
+        found = (
+            f"of steps that only decode, {largest} answers are the most within it: {_ms(measured[largest])}"
+        )
+    else:
+        found = f"the smallest step that only decodes takes {_ms(min(measured.values()))}, which is beyond it"
     return Advice(
         technique="the largest batch within the limit",
         evidence=(
-            f"a token takes {1e3 * slow:.1f} ms at the 95th percentile; the limit is {1e3 * limit:.1f} ms",
+            f"a token takes {_ms(slow)} at the 95th percentile; the limit is {_ms(limit)}",
             f"a step moved {server.batch:.1f} answers on in the mean",
             found,
         ),
@@ -70,9 +76,11 @@ def load_past_the_limit(seen: Evidence) -> Advice | None:
     return Advice(
         technique="the largest batch within the limit",
         evidence=(
-            f"the limit is {1e3 * limit:.1f} ms a token; at the 99th percentile there were "
-            + ", ".join(f"{1e3 * run.tpot_p99:.1f} ms with {run.concurrency} at once" for run in runs),
-            f"the most that kept it were {best} at once" if kept else "no load that was tried kept it",
+            f"the limit is {_ms(limit)} a token; at the 99th percentile there were "
+            + ", ".join(f"{_ms(run.tpot_p99)} with {run.concurrency} at once" for run in runs),
+            f"the most that kept it were {best} at once"
+            if kept
+            else f"none of the {len(runs)} loads that were tried kept it",
         ),
         trade_off=_rates(late[-1], kept[-1] if kept else None),
         settings=(
@@ -103,7 +111,7 @@ def one_answer_is_too_slow(seen: Evidence) -> Advice | None:
     return Advice(
         technique="fewer bytes a step" if settings[0].name == "--quantize" else "several tokens a step",
         evidence=(
-            f"time per token is {1e3 * median:.1f} ms in the median; the limit is {1e3 * limit:.1f} ms",
+            f"time per token is {_ms(median)} in the median; the limit is {_ms(limit)}",
             f"a step moved only {server.batch:.1f} answers on in the mean, so it reads weights for few",
             f"weights are {server.precision}, on {server.device}",
         ),
@@ -159,7 +167,7 @@ def prompts_stall_answers(seen: Evidence) -> Advice | None:
     return Advice(
         technique="smaller prompt chunks, by a target for the time between tokens",
         evidence=(
-            f"a token took {1e3 * mean:.1f} ms in the mean, a step that only decodes {1e3 * alone:.1f} ms: "
+            f"a token took {_ms(mean)} in the mean, a step that only decodes {_ms(alone)}: "
             f"{mean / alone:.2f} times as long",
             f"prompts have {server.prompt_lens.mean:.0f} tokens, answers {server.answer_lens.mean:.0f}",
         ),
@@ -178,8 +186,8 @@ def gaps_are_long(seen: Evidence) -> Advice | None:
     return Advice(
         technique="smaller prompt chunks, by a target for the time between tokens",
         evidence=(
-            f"with {worst.label} gaps between pieces are {1e3 * worst.itl_p50:.1f} ms in the median and "
-            f"{1e3 * worst.itl_p99:.1f} ms at the 99th percentile",
+            f"with {worst.label} gaps between pieces are {_ms(worst.itl_p50)} in the median and "
+            f"{_ms(worst.itl_p99)} at the 99th percentile",
         ),
         trade_off="first tokens come later, as prompts are read in smaller pieces",
         settings=(Setting("policy", "classes.default.tpot_target", thresholds.STALLED * worst.tpot_p50),),
