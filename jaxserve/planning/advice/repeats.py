@@ -105,11 +105,13 @@ def find_repeats(prompts: Sequence[Units], grain: Grain = WORDS) -> Repeats:
     for number, prompt in enumerate(prompts):
         keys = _prefix_keys(prompt, grain.block)
         depth = next((depth for depth, key in enumerate(keys) if key not in prefixes), len(keys))
-        num_shared += depth * grain.block
+        # Of a block that is begun, as much counts as is alike.
+        length = common_length(prompt, prompts[prefixes[keys[depth - 1]]]) if depth else 0
+        num_shared += length
         own = _shingles(prompt, grain)
         partners = Counter(shingles[key] for key in own if key in shingles)
         num_shingles, num_seen = num_shingles + len(own), num_seen + partners.total()
-        if partners and partners.total() / len(own) >= depth * grain.block / len(prompt) + _MORE_IN_COMMON:
+        if partners and partners.total() / len(own) >= length / len(prompt) + _MORE_IN_COMMON:
             partings.append((number, partners.most_common(1)[0][0]))
         prefixes.update(dict.fromkeys(keys, number))
         shingles.update(dict.fromkeys(own, number))
