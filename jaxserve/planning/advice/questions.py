@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from jaxserve.planning.advice import thresholds
 from jaxserve.planning.advice.evidence import Evidence
 from jaxserve.planning.advice.finding import Answer, Question
 from jaxserve.planning.advice.missing import NotMeasured
 from jaxserve.planning.advice.rules_latency import NO_LIMIT, limit_in_force
 from jaxserve.planning.advice.rules_memory import num_that_fit
+from jaxserve.planning.advice.thresholds import (
+    LARGE_BATCH,
+    OFTEN,
+    PREEMPTED,
+    STALLED,
+    TOGETHER,
+    UNEVEN,
+    WORTH_REUSING,
+)
 
 
 def answer(question: Question, seen: Evidence) -> Answer:
@@ -35,7 +43,7 @@ def _shared(seen: Evidence) -> Answer:
     if traffic is not None and traffic.repeats is not None:
         share = traffic.repeats.prefix_share
         return Answer(
-            share >= thresholds.WORTH_REUSING,
+            share >= WORTH_REUSING,
             f"{share:.0%} of the prompt tokens of {traffic.name} begin as earlier ones did",
         )
     if seen.known_server is None or not seen.known_server.looked_up_tokens:
@@ -43,9 +51,7 @@ def _shared(seen: Evidence) -> Answer:
             "a trace with prefix hashes, prompts, or the metrics of a server with a prefix cache"
         )
     rate = seen.known_server.hit_rate
-    return Answer(
-        rate >= thresholds.WORTH_REUSING, f"{rate:.0%} of prompt tokens were found in the prefix cache"
-    )
+    return Answer(rate >= WORTH_REUSING, f"{rate:.0%} of prompt tokens were found in the prefix cache")
 
 
 def _together(seen: Evidence) -> Answer:
@@ -53,7 +59,7 @@ def _together(seen: Evidence) -> Answer:
     if traffic is not None and traffic.answers is not None and traffic.together_share is not None:
         uneven = traffic.answers.p95 / max(traffic.answers.p50, 1.0)
         return Answer(
-            traffic.together_share >= thresholds.TOGETHER and uneven >= thresholds.UNEVEN,
+            traffic.together_share >= TOGETHER and uneven >= UNEVEN,
             f"{traffic.together_share:.0%} of requests come within a second of the one before; the 95th "
             f"percentile of answer lengths is {uneven:.1f} times the median",
         )
@@ -61,7 +67,7 @@ def _together(seen: Evidence) -> Answer:
     lengths = server.answer_lens
     uneven = lengths.quantile(0.95) / max(lengths.quantile(0.5), 1.0)
     return Answer(
-        server.batch >= thresholds.LARGE_BATCH and uneven >= thresholds.UNEVEN,
+        server.batch >= LARGE_BATCH and uneven >= UNEVEN,
         f"a step moves {server.batch:.1f} answers on in the mean; the 95th percentile of answer lengths is "
         f"{uneven:.1f} times the median",
     )
@@ -71,7 +77,7 @@ def _memory(seen: Evidence) -> Answer:
     server = seen.server
     waited, rate = server.kept_out("pages"), server.num_preemptions / server.num_answers
     return Answer(
-        waited >= thresholds.OFTEN or rate >= thresholds.PREEMPTED,
+        waited >= OFTEN or rate >= PREEMPTED,
         f"{waited:.0%} of steps left requests waiting for pages; {rate:.2f} preemptions for each answer",
     )
 
@@ -92,7 +98,7 @@ def _fight(seen: Evidence) -> Answer:
     server = seen.server
     ratio = server.tpot.mean / server.mean_decode_seconds
     return Answer(
-        ratio >= thresholds.STALLED,
+        ratio >= STALLED,
         f"a token takes {ratio:.2f} times as long as a step that only decodes",
     )
 

@@ -7,18 +7,22 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from jaxserve.planning.advice import rules_batch, rules_compared, rules_latency, rules_memory, rules_prefixes
 from jaxserve.planning.advice.evidence import Evidence
 from jaxserve.planning.advice.finding import Advice, Answer, Question, Rule
 from jaxserve.planning.advice.missing import NotMeasured
 from jaxserve.planning.advice.questions import answer
+from jaxserve.planning.advice.rules_batch import RULES as BATCH_RULES
+from jaxserve.planning.advice.rules_compared import RULES as COMPARED_RULES
+from jaxserve.planning.advice.rules_latency import RULES as LATENCY_RULES
+from jaxserve.planning.advice.rules_memory import RULES as MEMORY_RULES
+from jaxserve.planning.advice.rules_prefixes import RULES as PREFIXES_RULES
 
 RULES: tuple[Rule, ...] = (
-    *rules_memory.RULES,
-    *rules_prefixes.RULES,
-    *rules_batch.RULES,
-    *rules_latency.RULES,
-    *rules_compared.RULES,
+    *MEMORY_RULES,
+    *PREFIXES_RULES,
+    *BATCH_RULES,
+    *LATENCY_RULES,
+    *COMPARED_RULES,
 )
 _WIDTH = 110
 _VERDICTS = {True: "yes", False: "no", None: "not known"}

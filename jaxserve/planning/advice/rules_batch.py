@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from jaxserve.planning.advice import thresholds
 from jaxserve.planning.advice.evidence import Evidence
 from jaxserve.planning.advice.finding import Advice, Question, Rule, Setting
 from jaxserve.planning.advice.rules_latency import limit_in_force
 from jaxserve.planning.advice.server_window import ServerWindow
+from jaxserve.planning.advice.thresholds import OFTEN, ROOM_LEFT
 
 _QUEUE = ("jaxserve:kept_out_steps_total", "vllm:request_queue_time_seconds")
 
@@ -22,7 +22,7 @@ def slots_are_full(seen: Evidence) -> Advice | None:
     """Every slot is taken and requests wait, though there are pages and time for more."""
     server = seen.server
     share, usage = server.kept_out("slots"), server.kv_usage
-    if share < thresholds.OFTEN or usage > thresholds.ROOM_LEFT:
+    if share < OFTEN or usage > ROOM_LEFT:
         return None
     limit = limit_in_force(seen)
     if limit is not None and server.tpot.quantile(0.95) > limit:
@@ -44,7 +44,7 @@ def rows_hold_the_batch(seen: Evidence) -> Advice | None:
     """Slots are free and requests wait, because steps have no rows left for their prompts."""
     server = seen.server
     share = server.kept_out("rows")
-    if share < thresholds.OFTEN:
+    if share < OFTEN:
         return None
     lengths = server.prompt_lens
     rows = 1 << max(4, int(2 * lengths.mean).bit_length())
@@ -66,7 +66,7 @@ def target_holds_the_batch(seen: Evidence) -> Advice | None:
     """Slots are free and requests wait, because more answers would miss a class's time between tokens."""
     server = seen.server
     share = server.kept_out("tpot_target")
-    if share < thresholds.OFTEN:
+    if share < OFTEN:
         return None
     target, name = server.tpot_target, server.main_class
     sizes = ", ".join(

@@ -5,11 +5,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 
-from jaxserve.planning.advice import thresholds
 from jaxserve.planning.advice.benchmark_results import BenchmarkRun, same_load
 from jaxserve.planning.advice.evidence import Evidence, Technique
 from jaxserve.planning.advice.finding import Advice, Question, Rule, Setting
 from jaxserve.planning.advice.missing import NotMeasured
+from jaxserve.planning.advice.thresholds import NO_GAIN, STALLED
 
 _Pair = tuple[BenchmarkRun, BenchmarkRun]
 _Gain = Callable[[BenchmarkRun, BenchmarkRun], float | None]
@@ -45,7 +45,7 @@ def _without_gain(seen: Evidence, technique: Technique, measures: Mapping[str, _
         )
     gains = {name: _gains(pairs, gain) for name, gain in measures.items()}
     gains = {name: values for name, values in gains.items() if values}
-    if any(statistics.median(values) >= thresholds.NO_GAIN for values in gains.values()):
+    if any(statistics.median(values) >= NO_GAIN for values in gains.values()):
         return None
     return [
         f"{name}: {', '.join(f'{value:.2f}' for value in values)} times as good with {technique} as without"
@@ -99,9 +99,7 @@ def disaggregation_is_worse(seen: Evidence) -> Advice | None:
         evidence=tuple(found),
         trade_off="prompts and answers share steps again, so a burst of prompts is felt, within the target",
         settings=(
-            Setting(
-                "policy", "classes.default.tpot_target", thresholds.STALLED * max(seen.runs[0].tpot_p50, 1e-3)
-            ),
+            Setting("policy", "classes.default.tpot_target", STALLED * max(seen.runs[0].tpot_p50, 1e-3)),
         ),
         watch=("vllm:inter_token_latency_seconds", "jaxserve:goodput_requests_total"),
     )

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 
-from jaxserve.planning.advice import thresholds
 from jaxserve.planning.advice.benchmark_results import BenchmarkRun
 from jaxserve.planning.advice.evidence import Evidence
 from jaxserve.planning.advice.finding import Advice, Question, Rule, Setting
 from jaxserve.planning.advice.missing import NotMeasured
 from jaxserve.planning.advice.server_window import ServerWindow
+from jaxserve.planning.advice.thresholds import ENOUGH_DRAFTS, EVEN, LARGE_BATCH, LONG_GAPS, STALLED
 
 _TPOT = ("vllm:request_time_per_output_token_seconds", "vllm:inter_token_latency_seconds")
 NO_LIMIT = "a limit: --tpot-limit MS, or a tpot_target of the class that is served"
@@ -37,7 +37,7 @@ def batch_past_the_limit(seen: Evidence) -> Advice | None:
     """Tokens come later than the limit while many answers share a step."""
     limit, server = _limit(seen), seen.server
     slow = server.tpot.quantile(0.95)
-    if slow <= limit or server.batch < thresholds.LARGE_BATCH:
+    if slow <= limit or server.batch < LARGE_BATCH:
         return None
     measured = server.decode_seconds
     largest = max((rows for rows, seconds in measured.items() if seconds <= limit), default=1)
@@ -68,7 +68,7 @@ def load_past_the_limit(seen: Evidence) -> Advice | None:
     if seen.limits.tpot is None:
         raise NotMeasured("a limit: --tpot-limit MS")
     limit, runs = seen.limits.tpot, sorted(seen.runs, key=lambda run: run.concurrency)
-    late = [run for run in runs if run.tpot_p99 > limit and run.concurrency >= thresholds.LARGE_BATCH]
+    late = [run for run in runs if run.tpot_p99 > limit and run.concurrency >= LARGE_BATCH]
     if not late:
         return None
     kept = [run for run in runs if run.tpot_p99 <= limit]
@@ -103,7 +103,7 @@ def one_answer_is_too_slow(seen: Evidence) -> Advice | None:
     """Tokens come later than the limit though answers are nearly alone: a smaller batch is no way out."""
     limit, server = _limit(seen), seen.server
     median = server.tpot.quantile(0.5)
-    if median <= limit or server.batch >= thresholds.LARGE_BATCH:
+    if median <= limit or server.batch >= LARGE_BATCH:
         return None
     settings = _quicker_steps(server)
     if not settings:
@@ -138,10 +138,10 @@ def drafts_cost_time(seen: Evidence) -> Advice | None:
     drafts = seen.server.drafts
     if not drafts.num_drafts:
         return None
-    if drafts.num_drafts < thresholds.ENOUGH_DRAFTS or not drafts.seconds:
-        raise NotMeasured(f"{thresholds.ENOUGH_DRAFTS} drafts or more; there were {drafts.num_drafts:.0f}")
+    if drafts.num_drafts < ENOUGH_DRAFTS or not drafts.seconds:
+        raise NotMeasured(f"{ENOUGH_DRAFTS} drafts or more; there were {drafts.num_drafts:.0f}")
     gain = drafts.plain_seconds / drafts.seconds
-    if gain > thresholds.EVEN:
+    if gain > EVEN:
         return None
     return Advice(
         technique="decode without drafts",
@@ -161,7 +161,7 @@ def prompts_stall_answers(seen: Evidence) -> Advice | None:
     """Tokens take far longer than steps that only decode: prompts are in their way."""
     server = seen.server
     mean, alone = server.tpot.mean, server.mean_decode_seconds
-    if mean < thresholds.STALLED * alone:
+    if mean < STALLED * alone:
         return None
     name = server.main_class
     return Advice(
@@ -172,14 +172,14 @@ def prompts_stall_answers(seen: Evidence) -> Advice | None:
             f"prompts have {server.prompt_lens.mean:.0f} tokens, answers {server.answer_lens.mean:.0f}",
         ),
         trade_off="first tokens come later, as prompts are read in smaller pieces",
-        settings=(Setting("policy", f"classes.{name}.tpot_target", thresholds.STALLED * alone),),
+        settings=(Setting("policy", f"classes.{name}.tpot_target", STALLED * alone),),
         watch=("vllm:inter_token_latency_seconds", "vllm:time_to_first_token_seconds"),
     )
 
 
 def gaps_are_long(seen: Evidence) -> Advice | None:
     """The same, in a benchmark: now and then an answer stands still."""
-    late = [run for run in seen.runs if run.itl_p50 and run.itl_p99 >= thresholds.LONG_GAPS * run.itl_p50]
+    late = [run for run in seen.runs if run.itl_p50 and run.itl_p99 >= LONG_GAPS * run.itl_p50]
     if not late:
         return None
     worst = max(late, key=lambda run: run.itl_p99 / run.itl_p50)
@@ -190,7 +190,7 @@ def gaps_are_long(seen: Evidence) -> Advice | None:
             f"{_ms(worst.itl_p99)} at the 99th percentile",
         ),
         trade_off="first tokens come later, as prompts are read in smaller pieces",
-        settings=(Setting("policy", "classes.default.tpot_target", thresholds.STALLED * worst.tpot_p50),),
+        settings=(Setting("policy", "classes.default.tpot_target", STALLED * worst.tpot_p50),),
         watch=("vllm:inter_token_latency_seconds", "vllm:time_to_first_token_seconds"),
     )
 

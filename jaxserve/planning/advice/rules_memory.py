@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from jaxserve.planning.advice import thresholds
 from jaxserve.planning.advice.evidence import Evidence
 from jaxserve.planning.advice.finding import A_SIZE, Advice, Question, Rule, Setting
 from jaxserve.planning.advice.missing import NotMeasured
 from jaxserve.planning.advice.server_window import ServerWindow
+from jaxserve.planning.advice.thresholds import OFTEN, PREEMPTED, RECOMPUTED
 
 NARROW_KV_FORMATS = ("int8", "float8_e4m3fn")
 _LARGER_POOL = Setting("option", "--kv-memory", A_SIZE)
@@ -52,7 +52,7 @@ def pages_hold_the_batch(seen: Evidence) -> Advice | None:
     """Slots are free and requests wait, because the pool has no room for them."""
     server = seen.server
     share = server.kept_out("pages")
-    if share < thresholds.OFTEN:
+    if share < OFTEN:
         return None
     setting, cost = _more_room(server)
     return Advice(
@@ -71,7 +71,7 @@ def pool_is_oversubscribed(seen: Evidence) -> Advice | None:
     """Running answers lose their pages to others, and compute again what they had."""
     server = seen.server
     rate = server.num_preemptions / server.num_answers
-    if rate < thresholds.PREEMPTED and server.recomputed_share < thresholds.RECOMPUTED:
+    if rate < PREEMPTED and server.recomputed_share < RECOMPUTED:
         return None
     fitting = max(1, min(server.num_slots, int(num_that_fit(server))))
     return Advice(

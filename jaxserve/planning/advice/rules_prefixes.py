@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from jaxserve.planning.advice import thresholds
 from jaxserve.planning.advice.evidence import Evidence
 from jaxserve.planning.advice.finding import A_SIZE, Advice, Question, Rule, Setting
 from jaxserve.planning.advice.missing import NotMeasured
 from jaxserve.planning.advice.repeats import Divergence, Repeats
+from jaxserve.planning.advice.thresholds import FORGOTTEN, HALF_OF_WHAT_IS_POSSIBLE, REPEATED, WORTH_REUSING
 
 _HITS = ("vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total")
 _EVICTIONS = ("jaxserve:prefix_cache_evicted_pages_total", "jaxserve:prefix_cache_stored_pages_total")
@@ -23,7 +23,7 @@ def prompts_diverge(seen: Evidence) -> Advice | None:
     """Prompts say the same again and again, but not from the beginning on, where alone it can be reused."""
     repeats = _repeats(seen)
     parting = repeats.divergence
-    if parting is None or repeats.repeated_share - repeats.prefix_share < thresholds.REPEATED:
+    if parting is None or repeats.repeated_share - repeats.prefix_share < REPEATED:
         return None
     evidence = [
         f"{repeats.repeated_share:.0%} of what the {seen.traffic.num_requests} prompts of "
@@ -60,7 +60,7 @@ def _parting(parting: Divergence) -> str:
 def cache_is_off(seen: Evidence) -> Advice | None:
     """Prompts begin alike, and the server computes each anew."""
     repeats, server = _repeats(seen), seen.server
-    if server.looked_up_tokens or repeats.prefix_share < thresholds.WORTH_REUSING:
+    if server.looked_up_tokens or repeats.prefix_share < WORTH_REUSING:
         return None
     return Advice(
         technique="reuse prefixes",
@@ -78,15 +78,15 @@ def hits_below_what_is_there(seen: Evidence) -> Advice | None:
     """The cache finds far less than an unbounded one would: it forgets, or may not share."""
     repeats, server = _repeats(seen), seen.server
     possible = repeats.prefix_share
-    if not server.looked_up_tokens or possible < thresholds.WORTH_REUSING:
+    if not server.looked_up_tokens or possible < WORTH_REUSING:
         return None
-    if server.hit_rate > thresholds.HALF_OF_WHAT_IS_POSSIBLE * possible:
+    if server.hit_rate > HALF_OF_WHAT_IS_POSSIBLE * possible:
         return None
     evidence = (
         f"{server.hit_rate:.0%} of prompt tokens were found in the prefix cache; without bounds it would "
         f"find {possible:.0%} of those of {seen.traffic.name}"
     )
-    if server.forgotten_share < thresholds.FORGOTTEN and server.num_tenants > 1:
+    if server.forgotten_share < FORGOTTEN and server.num_tenants > 1:
         return Advice(
             technique="let tenants share what is no secret among them",
             evidence=(evidence, f"{server.num_tenants} tenants ask, and none may reuse what is another's"),
@@ -109,7 +109,7 @@ def hits_below_what_is_there(seen: Evidence) -> Advice | None:
 def cache_forgets(seen: Evidence) -> Advice | None:
     """What is reused is also forgotten all the time."""
     server = seen.server
-    if server.forgotten_share < thresholds.FORGOTTEN or server.hit_rate < thresholds.WORTH_REUSING:
+    if server.forgotten_share < FORGOTTEN or server.hit_rate < WORTH_REUSING:
         return None
     return Advice(
         technique="keep prefixes in the host's memory",
