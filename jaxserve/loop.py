@@ -153,6 +153,9 @@ class HostLoop:
             prefixes=None if scheduler.cache is None else scheduler.cache.statistics,
             swaps=None if self._swap is None else self._swap.statistics,
             speculation=None if scheduler.drafting is None else scheduler.drafting.statistics,
+            num_recomputed=scheduler.num_recomputed,
+            num_kept_out=dict(scheduler.num_kept_out),
+            decode_steps=dict(counts.decode_steps),
         )
 
     def class_loads(self) -> tuple[ClassLoad, ...]:
@@ -332,6 +335,9 @@ class HostLoop:
             self._scheduler.drafting.observe(step, max(0.0, now - since))
         self._collected_at = now
         seconds = max(0.0, now - started) / step.plan.num_iterations
+        if step.decodes_only:
+            num_steps = step.plan.num_iterations
+            self._counts.time_decode(step.plan.shape.rows, num_steps, num_steps * seconds)
         self._scheduler.budget.observe(step.plan.shape.rows, step.plan.num_rows, seconds)
 
     def _dispatch_next(self) -> bool:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 from jaxserve.scheduling.drafting import SpeculationStatistics
+from jaxserve.scheduling.newcomers import Hurdle
 from jaxserve.scheduling.page_swap import SwapStatistics
 from jaxserve.scheduling.prefix_tree import PrefixStatistics
 
@@ -18,6 +19,14 @@ STAGES: tuple[Stage, ...] = ("plan", "load", "dispatch", "wait", "commit", "deli
 taking its tokens, making answers of them; and whatever its caller does between two steps."""
 STEP_ROWS_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 """Upper bounds of the buckets in which steps are counted by their rows; one more has no bound."""
+
+
+class DecodeSteps(NamedTuple):
+    """Steps of one size that did nothing but decode, each of them on its own."""
+
+    num_steps: int = 0
+    seconds: float = 0.0
+    """All together, each from the end of the step before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +60,12 @@ class LoopSnapshot:
     """What the host's memory has kept; None where it keeps nothing."""
     speculation: SpeculationStatistics | None = None
     """What drafting has brought; None where nothing is drafted."""
+    num_recomputed: int = 0
+    """Tokens that preempted samples had computed, and did not find again when they went on."""
+    num_kept_out: Mapping[Hurdle, int] = field(default_factory=dict[Hurdle, int])
+    """Plannings of a step that left samples waiting, by what these waited for."""
+    decode_steps: Mapping[int, DecodeSteps] = field(default_factory=dict[int, DecodeSteps])
+    """By the rows of the compiled step."""
 
 
 class LoopClock:
@@ -83,8 +98,14 @@ class StepCounts:
         self.num_sampled = 0
         self.num_rows = 0
         self.by_rows = [0] * (len(STEP_ROWS_BUCKETS) + 1)
+        self.decode_steps: dict[int, DecodeSteps] = {}
 
     def add_step(self, num_rows: int) -> None:
         self.num_steps += 1
         self.num_rows += num_rows
         self.by_rows[bisect_left(STEP_ROWS_BUCKETS, num_rows)] += 1
+
+    def time_decode(self, shape_rows: int, num_steps: int, seconds: float) -> None:
+        """So many steps of a size, one after another, did nothing but decode and took so long together."""
+        before = self.decode_steps.get(shape_rows, DecodeSteps())
+        self.decode_steps[shape_rows] = DecodeSteps(before.num_steps + num_steps, before.seconds + seconds)

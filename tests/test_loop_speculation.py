@@ -89,6 +89,23 @@ def test_what_is_drafted_and_accepted_is_counted() -> None:
     assert HostLoop(FakeEngine(LIMITS)).snapshot().speculation is None
 
 
+def test_drafted_steps_are_weighed_against_plain_ones() -> None:
+    texts = [[7, 8, 9, *answer_of([7, 8, 9], ENDLESS)]]
+    loop, _ = run(TimedEngine(LIMITS, lambda rows: 1.0), foreseeing(texts, 97), [([7, 8, 9], ENDLESS)])
+    drafted = loop.snapshot().speculation
+    assert drafted is not None
+    # A plain step brings a token, and takes as long as one that brings the drafts that are accepted too.
+    assert drafted.drafted_seconds == pytest.approx(drafted.num_verifications)
+    assert drafted.plain_seconds == pytest.approx(drafted.num_verifications + drafted.num_accepted)
+    assert drafted.num_accepted > 0
+
+    loop, _ = run(TimedEngine(LIMITS, float), foreseeing([], 97), [([7, 8, 9], ENDLESS)])
+    wrong = loop.snapshot().speculation
+    assert wrong is not None
+    assert wrong.num_accepted == 0
+    assert wrong.plain_seconds == wrong.num_verifications < wrong.drafted_seconds
+
+
 def test_an_answer_ends_in_the_middle_of_a_draft() -> None:
     prompt = [5, 6, 7]
     answer = answer_of(prompt, ENDLESS)

@@ -36,6 +36,10 @@ class SpeculationStatistics:
     """Their tokens."""
     num_accepted: int = 0
     """Of these, the ones that became part of answers."""
+    drafted_seconds: float = 0.0
+    """What steps took that decoded with drafts and did nothing else, where plain ones had been measured."""
+    plain_seconds: float = 0.0
+    """What plain steps would have taken for as many tokens, by what they take for as many answers."""
 
 
 @dataclass(slots=True)
@@ -83,10 +87,19 @@ class Drafting:
         self._next_pause = _SHORTEST_PAUSE
         self._pause_left = _SHORTEST_PAUSE if speculation.adaptive else 0
         self._num_verifications = self._num_drafted = self._num_accepted = 0
+        self._drafted_seconds = self._plain_seconds = 0.0
+        self._token_seconds = 0.0
+        """What a token of the step that is being collected would take in a plain one; 0 if nobody knows."""
 
     @property
     def statistics(self) -> SpeculationStatistics:
-        return SpeculationStatistics(self._num_verifications, self._num_drafted, self._num_accepted)
+        return SpeculationStatistics(
+            self._num_verifications,
+            self._num_drafted,
+            self._num_accepted,
+            self._drafted_seconds,
+            self._plain_seconds,
+        )
 
     @property
     def active(self) -> bool:
@@ -114,14 +127,26 @@ class Drafting:
     def accept(self, requests: list[Request]) -> None:
         """A draft of each of these was accepted."""
         self._num_accepted += len(requests)
+        self._plain_seconds += self._token_seconds * len(requests)
         for request in requests:
             self._followers[request].num_accepted += 1
 
     def observe(self, step: ScheduledStep, seconds: float) -> None:
         """A step has been collected so long after the one before; from one with prompts nothing is learnt."""
         num_drafts = 0 if step.num_drafts is None else int(step.num_drafts.sum())
+        self._token_seconds = 0.0
         if not step.loads and step.plan.num_rows == len(step.rows) + num_drafts:
             self._seconds.observe(step.plan.shape, seconds / step.plan.num_iterations)
+            if num_drafts:
+                self._weigh(len(step.rows), seconds)
+
+    def _weigh(self, num_decoding: int, seconds: float) -> None:
+        """Set a step with drafts against plain ones; `accept` adds what each accepted draft would take."""
+        plain = self._seconds.measured(self._limits.fit(num_decoding, num_decoding, num_decoding, True))
+        if plain is not None:
+            self._drafted_seconds += seconds
+            self._plain_seconds += plain
+            self._token_seconds = plain / num_decoding
 
     def forget(self, request: Request) -> None:
         """The request has ended."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import numpy as np
 
 from jaxserve.scheduling.prefix_cache import PrefixCache
@@ -14,6 +16,10 @@ from jaxserve.scheduling.slots import SlotTable
 from jaxserve.scheduling.step import StepBuilder
 from jaxserve.scheduling.step_budget import TokenBudget
 
+Hurdle = Literal["slots", "pages", "tpot_target", "rows"]
+HURDLES: tuple[Hurdle, ...] = ("slots", "pages", "tpot_target", "rows")
+"""What keeps others waiting when a step is planned: all slots are taken; the pool has no room beside what is
+promised; one answer more would miss a target for the time between tokens; the step has no rows left."""
 _MAX_PASSED = 4
 """Waiting requests without room that a step's planning looks past."""
 
@@ -38,6 +44,10 @@ class Newcomers:
         self._prompts = prompts
         self._cache = cache
         self._budget = budget
+        self.num_kept_out: dict[Hurdle, int] = dict.fromkeys(HURDLES, 0)
+        """Plannings of a step that left somebody waiting, by what for; since the beginning."""
+        self.num_recomputed = 0
+        """Tokens that preempted requests had computed, and did not find again when they went on."""
 
     def make_way(self, now: float) -> None:
         """Preempt a less urgent request where all slots are taken and the next one's class has fewer than
@@ -57,14 +67,20 @@ class Newcomers:
 
         `in_flight`: whether steps are under way that may yet give something back.
         """
-        if not (len(self._queue) and self._table.has_free):
+        if not len(self._queue):
             return
+        hurdle = self._fill(step, now, in_flight=in_flight) if self._table.has_free else "slots"
+        if hurdle is not None and len(self._queue):
+            self.num_kept_out[hurdle] += 1
+
+    def _fill(self, step: StepBuilder, now: float, *, in_flight: bool) -> Hurdle | None:
+        """Start whom there is room for; return what ended it, which the rest of the queue waits for."""
         self._queue.begin_round()
         promised: list[int] | None = None
         num_passed = 0
         while not step.full and (request := self._queue.peek(now)) is not None:
             if not self._has_slot(request):
-                return
+                return "tpot_target" if self._table.has_free else "slots"
             promised = promised or self._room.promised()
             # A token of a preempted request may be under way; its slot is filled when that is known.
             ready = not (request.num_pending or request.held)
@@ -76,7 +92,10 @@ class Newcomers:
             else:
                 num_passed += 1
                 if num_passed > _MAX_PASSED or not self._queue.set_aside(request, now):
-                    return
+                    return "pages"
+        if step.full:
+            return "rows" if self._table.has_free else "slots"
+        return "pages" if num_passed else None
 
     def _has_slot(self, request: Request) -> bool:
         """Whether a slot is free in which neither it nor those that run would miss the tightest TPOT."""
@@ -101,6 +120,8 @@ class Newcomers:
             num_computed += self._cache.restore(request, start.beyond)
         if num_computed and not request.num_admissions and not request.sample_index:
             request.submission.num_cached = num_computed
+        self.num_recomputed += max(0, request.num_lost - num_computed)
+        request.num_lost = 0
         todo = request.num_known - num_computed
         chunk = step.next_chunk(request, num_computed, todo, request.table.num_tokens_available(num_computed))
         request.table.grow(num_computed + chunk.num_tokens)

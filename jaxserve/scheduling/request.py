@@ -119,6 +119,8 @@ class Request:
     queued: bool = False
     """Whether it is in the waiting queue."""
     num_admissions: int = 0
+    num_lost: int = 0
+    """Preempted: tokens that it had computed."""
     held: bool = False
     """Whether it may not go on until its caller has seen its last token: see `Scheduler.resume`."""
 

@@ -129,6 +129,7 @@ class RunningPages:
     def preempt(self, request: Request, now: float) -> None:
         """Take a request's slot and pages, and let it wait."""
         request.advance(RequestState.PREEMPTED)
+        request.num_lost = int(self._table.computed[request.slot])
         self.take_back(request, returns=True)
         self.num_preemptions += 1
         self._queue.push(request, now)

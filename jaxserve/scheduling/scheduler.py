@@ -12,7 +12,7 @@ retired.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from jaxserve.scheduling.admission import check_params, check_pool, check_prompt
 from jaxserve.scheduling.arrivals import Arrivals, take_tokens
 from jaxserve.scheduling.classes import SchedulerPolicy
 from jaxserve.scheduling.drafting import Drafting
-from jaxserve.scheduling.newcomers import Newcomers
+from jaxserve.scheduling.newcomers import Hurdle, Newcomers
 from jaxserve.scheduling.page_swap import PageSwap
 from jaxserve.scheduling.pages import PagePool, PageTable
 from jaxserve.scheduling.prefix_cache import CacheIdentity, PrefixCache
@@ -130,6 +130,16 @@ class Scheduler:
     def num_preemptions(self) -> int:
         """Slots taken back before their requests had ended, since the beginning."""
         return self._pages.num_preemptions
+
+    @property
+    def num_recomputed(self) -> int:
+        """Tokens that preempted requests had computed, and did not find again when they went on."""
+        return self._newcomers.num_recomputed
+
+    @property
+    def num_kept_out(self) -> Mapping[Hurdle, int]:
+        """Plannings of a step that left requests waiting, by what these waited for."""
+        return self._newcomers.num_kept_out
 
     @property
     def num_in_flight(self) -> int:

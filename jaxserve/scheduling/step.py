@@ -51,6 +51,11 @@ class ScheduledStep:
     num_drafts: IntArray | None = None
     """[K]; None in a step without any."""
 
+    @property
+    def decodes_only(self) -> bool:
+        """Whether each sequence has a single row, which follows one that was there before."""
+        return not self.loads and self.plan.num_rows == len(self.rows)
+
     def rounds(self, tokens: IntArray) -> Iterator[Round]:
         """What the step brought, in the order in which it is to be taken: each round may end requests of
         the next. `tokens` are those of its result."""

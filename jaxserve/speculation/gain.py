@@ -58,6 +58,10 @@ class StepSeconds:
             news = min(seconds, 2.0 * mean) - mean
             self._means[shape] = mean + news / min(num_seen, _MEMORY)
 
+    def measured(self, shape: StepShape) -> float | None:
+        """Seconds of a step; None for a shape that has not been seen."""
+        return self._means.get(shape)
+
     def predict(self, shape: StepShape) -> float:
         """Seconds of a step; of a shape not seen yet between what the next smaller and larger ones take, or
         as little as can be, so that it is tried."""

@@ -154,9 +154,45 @@ _STEPS = (
         lambda view: view.speculation.num_accepted,
     ),
     counter(
+        "jaxserve:spec_decode_seconds",
+        "What steps took that decoded with drafts and did nothing else.",
+        lambda view: view.speculation.drafted_seconds,
+    ),
+    counter(
+        "jaxserve:spec_decode_plain_seconds",
+        "What plain steps would have taken for as many tokens, by what they were measured to take.",
+        lambda view: view.speculation.plain_seconds,
+    ),
+    counter(
         "vllm:num_preemptions",
         "Times that a running sample gave up its pages, to be fetched or computed again.",
         lambda view: view.snapshot.num_preemptions,
+    ),
+    counter(
+        "jaxserve:recomputed_tokens",
+        "Tokens that preempted samples had computed, and did not find again when they went on.",
+        lambda view: view.snapshot.num_recomputed,
+    ),
+    Family(
+        "jaxserve:kept_out_steps",
+        "counter",
+        "Steps that left samples waiting, by what for: slots, pages, tpot_target or rows of the step.",
+        lambda view: [((hurdle,), count) for hurdle, count in view.snapshot.num_kept_out.items()],
+        ("hurdle",),
+    ),
+    Family(
+        "jaxserve:decode_steps",
+        "counter",
+        "Steps that did nothing but decode, without drafts, by the rows that they are compiled for.",
+        lambda view: [((str(rows),), one.num_steps) for rows, one in view.snapshot.decode_steps.items()],
+        ("rows",),
+    ),
+    Family(
+        "jaxserve:decode_step_seconds",
+        "counter",
+        "What these took, each from the end of the step before it.",
+        lambda view: [((str(rows),), one.seconds) for rows, one in view.snapshot.decode_steps.items()],
+        ("rows",),
     ),
     Family(
         "vllm:iteration_tokens_total",

@@ -98,6 +98,22 @@ def test_steps_are_counted_by_rows_and_the_stages_are_all_the_time() -> None:
         assert 0 <= spent[0] <= spent[1]
 
 
+def test_steps_are_timed_by_their_size_and_say_what_was_waited_for() -> None:
+    with http_server(SlowEngine(fake_limits(num_slots=1))) as server:
+        idle = Scrape(server.url)
+        with in_background(server, SHORT, SHORT):
+            pass
+        server.wait_until_idle()
+        after = Scrape(server.url)
+    assert idle.value("jaxserve:kept_out_steps_total", hurdle="slots") == 0
+    assert after.value("jaxserve:kept_out_steps_total", hurdle="slots") > 5
+    assert after.value("jaxserve:kept_out_steps_total", hurdle="pages") == 0
+    num_steps = after.value("jaxserve:decode_steps_total", rows="1")
+    assert num_steps >= 2 * 11
+    assert after.value("jaxserve:decode_step_seconds_total", rows="1") >= num_steps * SlowEngine.pace * 0.9
+    assert after.value("jaxserve:recomputed_tokens_total") == 0
+
+
 def test_tokens_move_while_a_stream_runs() -> None:
     with http_server(SlowEngine(fake_limits(num_slots=1))) as server, in_background(server, LONG, SHORT):
         server.wait_until(lambda: server.service.load().num_waiting == 1)

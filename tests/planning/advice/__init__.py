@@ -1,0 +1,1 @@
+"""Advice: what is measured, what is found in it, and what is said."""
