@@ -130,13 +130,13 @@ def build_engine(
         programs = compile_programs(
             config,
             layer_loop,
-            target=_target(),
+            target=local_target(),
             on_progress=lambda done, total: on_progress("compile", done, total),
         )
         return DeviceEngine(config, loaded.result(), programs)
 
 
-def _target() -> Target:
+def local_target() -> Target:
     """The device at hand, its own kernels made known to it."""
     target = default_target()
     if target.platform != "cpu":
