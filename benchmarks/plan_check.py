@@ -1,9 +1,9 @@
 """Does `jaxserve plan --target cpu` foretell what this machine does? `python -m benchmarks.plan_check`
 
-Plans a model on this CPU for a few requests at once, from a calibration of the machine that runs neither the
-model's weights nor its requests, then serves the same requests with `LLM`. Prints prediction, measurement
-(the best of several runs) and their ratio. Greedy, prompts and answers of fixed length, nothing reused.
-Exit status 1 if a ratio is further from 1 than the tolerance.
+Plans a model on this CPU for a few requests at once, from a calibration that times single steps on random
+numbers and serves nothing (`jaxserve.calibration`), then serves the same requests with `LLM`. Prints
+prediction, measurement (the best of several runs) and their ratio. Greedy, prompts and answers of fixed
+length, nothing reused. Exit status 1 if a ratio is further from 1 than the tolerance.
 """
 
 from __future__ import annotations

@@ -1,14 +1,17 @@
-"""What this machine takes for a model's steps, measured in seconds on a few of its layers.
+"""What this machine takes for a model's steps, measured in seconds on numbers without meaning.
 
-A cut of the model, its own widths and vocabulary but few layers and numbers without meaning, is compiled as
-the engine compiles it, and each rung of the ladder is timed on two cuts of different depth: the difference is
-what a layer takes, the rest what a step takes once. Long contexts against short ones give what attention
-takes. Neither weights nor requests of the model that is planned are run.
+A model's shapes, its layers as many as make up a gibibyte, are compiled as the engine compiles them and
+filled with random numbers; each rung of the ladder is timed full, and long contexts against short ones give
+what attention takes. Of a larger model two cuts of different depth are timed: the difference is what a layer
+takes. A small one is not cut, since on CPU a layer takes the longer the more there are to choose from. No
+request is ever served here, and no weights are read: what becomes of batches, chunks and queues is for the
+simulator.
 """
 
 from __future__ import annotations
 
 import os
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -42,11 +45,9 @@ from jaxserve.quantization.formats import format_named
 from jaxserve.quantization.weight import QuantisedWeight, quantise
 from jaxserve.weights import cache_home
 
-_MOST_REPEATS = 8
-"""Of each segment's pattern of layers, in the deeper cut."""
+_CUT_BYTES = 2**30
+"""Of the weights that are timed, in float32: far more than caches hold."""
 _SHORT_CONTEXT = 16
-_CACHE_BYTES = 2**26
-"""Read between two steps: what a whole model's weights push out of the caches, those of a cut would not."""
 _MATRIX = (8192, 2048)
 _GEMM_ROWS = 256
 _REPEATS = 10
@@ -135,14 +136,14 @@ def _product_seconds(weight: jax.Array | QuantisedWeight, num_rows: int) -> floa
     target = local_target()
     rows = jnp.ones((num_rows, _MATRIX[1]), jnp.float32)
     multiply = jax.jit(lambda x, w: product_flat(x, w, target=target))
-    return best_seconds(lambda: multiply(rows, weight).block_until_ready())
+    return _best_seconds(lambda: multiply(rows, weight).block_until_ready())
 
 
-def best_seconds(run: Callable[[], object], repeats: int = _REPEATS) -> float:
+def _best_seconds(run: Callable[[], object]) -> float:
     """The shortest of several runs, after one that is not counted."""
     run()
     times: list[float] = []
-    for _ in range(repeats):
+    for _ in range(_REPEATS):
         started = time.perf_counter()
         run()
         times.append(time.perf_counter() - started)
@@ -156,16 +157,16 @@ def measure_steps(model: ModelConfig, options: EngineOptions) -> StepTimes:
     """
     enable_compilation_cache(cache_home() / "compiled")
     compile_counter()
-    pattern = sum(len(segment.pattern) for segment in model.segments)
-    deep = cut_model(model, max(2, min(_MOST_REPEATS, model.num_layers // pattern)))
-    shallow = cut_model(model, 1)
+    deep = deepest_cut(model, _CUT_BYTES)
     probe = _Probe(deep, options)
     many = {shape: probe.shape_seconds(shape) for shape in probe.shapes}
     decode_pair, chunk_pair = probe.pair_seconds()
     del probe  # And its weights.
-    # Larger chunks have no more rows with logits than the smallest: what they do once is the same.
-    probe = _Probe(shallow, replace(options, max_chunk=1))
-    few = {shape: probe.shape_seconds(shape) for shape in probe.shapes}
+    shallow, few = cut_model(model, 1), {}
+    if deep != model:
+        # Larger chunks have no more rows with logits than the smallest: what they do once is the same.
+        probe = _Probe(shallow, replace(options, max_chunk=1))
+        few = {shape: probe.shape_seconds(shape) for shape in probe.shapes}
     return fit_times(
         few,
         many,
@@ -176,11 +177,24 @@ def measure_steps(model: ModelConfig, options: EngineOptions) -> StepTimes:
     )
 
 
+def deepest_cut(model: ModelConfig, num_bytes: float) -> ModelConfig:
+    """The model itself if its float32 weights are no more than that, or else as deep a cut as is.
+
+    It is deeper than the shallowest cut in any case.
+    """
+    most = max(segment.count for segment in model.segments)
+    for repeats in range(most, 2, -1):
+        cut = cut_model(model, repeats)
+        if Footprint.of(cut).weight_bytes("float32") <= num_bytes:
+            return cut
+    return cut_model(model, 2)
+
+
 def cut_model(model: ModelConfig, repeats: int) -> ModelConfig:
-    """The model with each segment's pattern of layers repeated so often."""
+    """The model with each segment's pattern of layers repeated so often at most."""
     layers: tuple[LayerKind, ...] = ()
     for segment in model.segments:
-        layers += segment.pattern * repeats
+        layers += segment.pattern * min(repeats, segment.count)
     return replace(model, layers=layers)
 
 
@@ -215,7 +229,6 @@ class _Probe:
         shapes = abstract_parameters(model, config.compute_format, layer_loop, recipe_in_force(config))
         self._engine = DeviceEngine(config, _made_up(shapes), programs)
         self._config = config
-        self._evict = np.ones(_CACHE_BYTES // 4, np.float32)
 
     @property
     def shapes(self) -> tuple[StepShape, ...]:
@@ -248,7 +261,7 @@ class _Probe:
         return max(self._seconds(long) - self._seconds(short), 0.0) / max(long.start - first, 1)
 
     def _seconds(self, timed: _Timed) -> float:
-        """The shortest of several steps, from dispatch to result, after one that is not counted."""
+        """The median of several steps, from dispatch to result, after one that is not counted."""
         rows = 1 if timed.shape.decode else timed.shape.rows
         plan = StepPlan.of([SequencePlan(s, rows) for s in range(timed.num_sequences)], (), timed.shape)
         times: list[float] = []
@@ -257,11 +270,10 @@ class _Probe:
             if repeat == 0 or not timed.shape.decode:
                 for slot in range(timed.num_sequences):
                     self._engine.load_slot(self._load(slot, timed.start, rows))
-            self._evict.sum()
             started = time.perf_counter()
             self._engine.collect(self._engine.dispatch(plan))
             times.append(time.perf_counter() - started)
-        return min(times[1:])
+        return statistics.median(times[1:])
 
     def _load(self, slot: int, start: int, rows: int) -> SlotLoad:
         """A sequence of which `start` tokens are in the pool, on pages of its own."""

@@ -36,8 +36,8 @@ class Plan:
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.description = (
             "Simulates the scheduler over modelled steps for each precision, mesh and drafting, and says "
-            "which serves the workload within the limits. Exit status 1 if none does. `--target cpu` measures "
-            "this machine first."
+            "which serves the workload within the limits. Exit status 1 if none does. `--target cpu` "
+            "measures this machine first."
         )
         add = parser.add_argument
         add("model", metavar="MODEL", help="a known model (llama-3.1-8b), a folder, or a config.json")

@@ -116,7 +116,7 @@ def fit_times(
 
     Args:
         shallow, deep: seconds by shape. Chunk shapes that the shallow one lacks do once what its largest one
-            does.
+            does. None at all: `deep` is the whole model, of which nothing has to be told apart.
         num_layers: of the two.
         decode_pair_seconds, chunk_pair_seconds, pairs: as in `StepTimes` and `Rung`.
     """
@@ -125,10 +125,11 @@ def fit_times(
     for shape, seconds in shallow.items():
         layer = max(deep[shape] - seconds, 0.0) / (many - few)
         once[shape] = max(seconds - few * layer, 0.0)
-    largest = max((shape for shape in once if not shape.decode), key=lambda shape: shape.rows)
+    largest = max((shape.rows for shape in once if not shape.decode), default=0)
+    most = next((once[shape] for shape in once if shape.rows == largest and not shape.decode), 0.0)
     rungs: list[Rung] = []
     for shape, seconds in deep.items():
-        other = once.get(shape, once[largest])
+        other = once.get(shape, most)
         rungs.append(
             Rung(
                 rows=shape.rows,
