@@ -26,8 +26,9 @@ waiting for each other in bursts, while the device still has time."""
 _LOWEST_SHARE = 1 / 32
 """Of the saturated rate, below which no load is tried."""
 _NEAR_SATURATION = 0.9
-_SCARCE_PAGES = 0.2
-"""Share of a group's pages that the scheduler keeps for what the running requests have yet to take."""
+_SCARCE_PAGES = 0.4
+"""Share of a group's pages that may be free though requests wait for them: the scheduler keeps about a third
+for what the running ones have yet to take."""
 _HALVINGS = 3
 _STEP_DOWN = 0.6
 
@@ -181,6 +182,8 @@ def find_capacity(
     if math.isinf(target.ttft) and math.isinf(target.tpot):
         bound = name_bound(engine, saturated, None, saturated.sustained_rate)
         return Capacity(rate=saturated.sustained_rate, saturated=saturated, best=saturated, bound=bound)
+    if (bound := _missed_alone(engine, trace, target, attainment)) is not None:
+        return Capacity(rate=0.0, saturated=saturated, best=None, bound=bound)
     own_rate = len(trace) / max(trace.seconds, 1e-9)
     low, high = 0.0, saturated.sustained_rate
     best: Outcome | None = None
@@ -202,6 +205,15 @@ def find_capacity(
             high, beyond = load, outcome
     bound = name_bound(engine, saturated, beyond, low)
     return Capacity(rate=low, saturated=saturated, best=best, bound=bound)
+
+
+def _missed_alone(engine: Engine, trace: Trace, target: Target, attainment: float) -> Bound | None:
+    """The limit that not enough requests keep even where each is alone."""
+    prompts = [one.prompt_tokens for one in trace.requests]
+    if engine.first_token_seconds(int(np.quantile(prompts, attainment))) > target.ttft:
+        return "TTFT"
+    shortest = min(prompts) + 1
+    return "TPOT" if engine.decode_seconds(1, shortest) > target.tpot else None
 
 
 def serve_at_once(engine: Engine, trace: Trace, target: Target, attainment: float) -> Capacity:

@@ -92,7 +92,9 @@ class Workload:
         if not self.reuse:
             return ()
         num_blocks = -(-prompt_tokens // BLOCK_TOKENS)
-        num_shared = min(int(self.reuse * num_blocks + draw), num_blocks)
+        num_shared, rest = divmod(self.reuse * prompt_tokens, BLOCK_TOKENS)
+        next_block = min(BLOCK_TOKENS, prompt_tokens - int(num_shared) * BLOCK_TOKENS)
+        num_shared = int(num_shared) + (draw * next_block < rest)
         common = tuple(range(1, num_shared + 1))
         own = tuple((number + 1 << 24) + block for block in range(num_shared, num_blocks))
         return common + own

@@ -74,7 +74,7 @@ def test_a_trace_is_replayed_at_its_own_rate(capsys: pytest.CaptureFixture[str],
 
 
 def test_a_config_alone_is_enough(capsys: pytest.CaptureFixture[str], shared_data: Path) -> None:
-    folder = shared_data / "models" / "stories260K"
+    folder = shared_data / "models" / "stories260K" / "hf"
     sizes = []
     for model in (folder, folder / "config.json"):
         arguments = ["plan", str(model), "--target", "v6e-4", "--json", *SHORT]

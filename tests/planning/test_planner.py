@@ -184,8 +184,8 @@ def test_memory_binds_until_there_is_enough() -> None:
     row = one_row(candidate(chip=small))
     assert (row.bound, row.serves, row.memory.largest_batch) == ("memory", False, 0)
     assert "of which the weights take 1.61e+10" in row.reason
-    # Room for the weights and two sequences, where sixteen could run.
-    tight = replace(ROUND, memory_bytes=(16.07e9 + 0.6e9) / 0.9)
+    # Room for the weights and for about eight sequences, where sixteen could run.
+    tight = replace(ROUND, memory_bytes=(16.07e9 + 0.3e9) / 0.9)
     assert one_row(candidate(chip=tight)).bound == "memory"
     assert one_row(candidate(chip=ROUND)).bound == "bandwidth"
 
@@ -211,14 +211,13 @@ def test_the_first_token_binds_until_it_is_allowed() -> None:
 
 
 def test_waiting_binds_where_the_device_still_has_time() -> None:
-    alone = one_row(candidate(chip=ROUND), sizes=replace(SIZES, num_slots=1)).prefill_seconds
     one_slot = replace(SIZES, num_slots=1)
-    row = one_row(candidate(chip=ROUND), sizes=one_slot, target=Target(ttft=4 * alone))
+    free = one_row(candidate(chip=ROUND), sizes=one_slot)
+    assert free.bound == "bandwidth"
+    whole_answer = free.prefill_seconds + 24 * free.decode_seconds
+    row = one_row(candidate(chip=ROUND), sizes=one_slot, target=Target(ttft=1.5 * whole_answer))
     assert row.bound == "queueing"
     assert 0 < row.goodput < 0.9 * row.saturated
-    assert (
-        one_row(candidate(chip=ROUND), sizes=one_slot, target=Target(ttft=1e6 * alone)).bound == "bandwidth"
-    )
 
 
 @pytest.mark.parametrize(
