@@ -127,9 +127,9 @@ class Outcome:
         queued = np.flatnonzero(timeline.waiting > 0)
         if not len(queued) or timeline.time[queued[-1]] < 0.5 * end:
             return self.rate
-        until = timeline.time[queued[-1]]
+        until = float(timeline.time[queued[-1]])
         ended = int((self.simulation.records.end <= until).sum())
-        return max((ended + timeline.running[queued[-1]] / 2) / until, self.rate)
+        return max((ended + float(timeline.running[queued[-1]]) / 2) / until, self.rate)
 
     @property
     def starved_of_pages(self) -> bool:
