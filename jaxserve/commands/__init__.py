@@ -7,8 +7,18 @@ from jaxserve.commands.compile import Compile
 from jaxserve.commands.convert import Convert
 from jaxserve.commands.evaluate import Evaluate
 from jaxserve.commands.generate import Generate
+from jaxserve.commands.plan import Plan
 from jaxserve.commands.pull import Pull
 
-BUILT_IN: tuple[Command, ...] = (Pull(), Generate(), Chat(), Convert(), Evaluate(), Compile(), Advise())
+BUILT_IN: tuple[Command, ...] = (
+    Pull(),
+    Generate(),
+    Chat(),
+    Convert(),
+    Evaluate(),
+    Compile(),
+    Plan(),
+    Advise(),
+)
 
 __all__ = ["BUILT_IN", "Command"]

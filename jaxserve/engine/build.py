@@ -135,13 +135,13 @@ def build_engine(
         programs = compile_programs(
             config,
             layer_loop,
-            target=machine_target(),
+            target=local_target(),
             on_progress=lambda done, total: on_progress("compile", done, total),
         )
         return DeviceEngine(config, loaded.result(), programs)
 
 
-def machine_target() -> Target:
+def local_target() -> Target:
     """The device at hand, its own kernels made known to it."""
     target = default_target()
     if target.platform != "cpu":
@@ -175,7 +175,7 @@ def configure(checkpoint: AnyCheckpoint, options: EngineOptions) -> EngineConfig
 
 def _is_invariant_for_nothing(config: EngineConfig) -> bool:
     """Whether shape-invariant numerics are as fast as others with this config, on this machine."""
-    target = machine_target()
+    target = local_target()
     exact = _has_exact_products(config.model, config.recipe)
     if not (target.native and exact and config.max_iterations == 1):
         return False

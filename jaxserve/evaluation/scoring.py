@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from jaxserve.engine.build import layer_loop_for, machine_target
+from jaxserve.engine.build import layer_loop_for, local_target
 from jaxserve.evaluation.sides import Side, require_same_vocabulary
 from jaxserve.model.cache import Cache, make_cache, page_layouts
 from jaxserve.model.rows import Rows
@@ -176,7 +176,7 @@ class _Reader:
         config = replace(config, cache=cache)
         layouts = page_layouts(config, jax.default_backend())
         transformer = Transformer(
-            config, layouts, layer_loop_for(jax.default_backend()), target=machine_target()
+            config, layouts, layer_loop_for(jax.default_backend()), target=local_target()
         )
         self.chunk_rows = config.chunk_rows[-1]
         self.seconds = 0.0

@@ -12,7 +12,7 @@ one for a chip.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -59,6 +59,17 @@ class StepCost:
     @property
     def seconds(self) -> float:
         return self.matrices + self.attention + self.head + self.collectives + self.overhead
+
+
+class Roofline(NamedTuple):
+    """Seconds that a part of a step takes at the least: of its arithmetic, and of its traffic."""
+
+    arithmetic: float
+    traffic: float
+
+    @property
+    def seconds(self) -> float:
+        return max(self)
 
 
 class CostModel:
@@ -120,31 +131,43 @@ class CostModel:
             counts_S: rows of each sequence in the step.
         """
         matrices, head, collectives = self._shape_costs(shape)
-        attention = self._attention(starts_S, counts_S)
+        attention = sum(part.seconds for part in self._attention(starts_S, counts_S))
         return StepCost(matrices, attention, head, collectives, self.chip.step_overhead)
 
     def step_seconds(self, shape: StepShape, starts_S: Counts, counts_S: Counts) -> float:
         """Seconds from the start of a step on an idle device to its result; arguments as of `cost`."""
         return self.cost(shape, starts_S, counts_S).seconds
 
+    def bottleneck(self, shape: StepShape, starts_S: Counts, counts_S: Counts) -> Roofline:
+        """The arithmetic and the traffic of a whole step; arguments as of `cost`."""
+        parts = (
+            self._matrices(shape.rows),
+            self._head(shape.logit_rows),
+            *self._attention(starts_S, counts_S),
+        )
+        return Roofline(sum(part.arithmetic for part in parts), sum(part.traffic for part in parts))
+
     def _shape_costs(self, shape: StepShape) -> tuple[float, float, float]:
         """What depends on the shape alone: matrices, head, collectives."""
         known = self._by_shape.get(shape)
         if known is None:
-            known = (self._matrices(shape.rows), self._head(shape.logit_rows), self._collectives(shape.rows))
+            matrices, head = self._matrices(shape.rows), self._head(shape.logit_rows)
+            known = matrices.seconds, head.seconds, self._collectives(shape.rows)
             self._by_shape[shape] = known
         return known
 
-    def _matrices(self, rows: int) -> float:
-        arithmetic = 2 * self.footprint.active_weights() * rows / self._flops
-        traffic = self.footprint.touched_weights(rows) * self._weight_bytes / self._bandwidth
-        return max(arithmetic, traffic)
+    def _matrices(self, rows: int) -> Roofline:
+        return Roofline(
+            2 * self.footprint.active_weights() * rows / self._flops,
+            self.footprint.touched_weights(rows) * self._weight_bytes / self._bandwidth,
+        )
 
-    def _head(self, logit_rows: int) -> float:
+    def _head(self, logit_rows: int) -> Roofline:
         logits_bytes = LOGITS_PASSES * 4 * logit_rows * self.footprint.model.vocab_size
-        arithmetic = 2 * self.footprint.head_weights * logit_rows / self._flops
-        traffic = (self.footprint.head_weights * self._weight_bytes + logits_bytes) / self._bandwidth
-        return max(arithmetic, traffic)
+        return Roofline(
+            2 * self.footprint.head_weights * logit_rows / self._flops,
+            (self.footprint.head_weights * self._weight_bytes + logits_bytes) / self._bandwidth,
+        )
 
     def _collectives(self, rows: int) -> float:
         """Two sums over the chips for each layer, as rings that run in both directions."""
@@ -154,21 +177,33 @@ class CostModel:
         moved = 2 * (self.num_chips - 1) / self.num_chips * rows * model.hidden_size * _ACTIVATION_BYTES
         return 2 * model.num_layers * (ALL_REDUCE_LATENCY + moved / self._links)
 
-    def _attention(self, starts_S: Counts, counts_S: Counts) -> float:
-        """Queries by keys, and each sequence's pages read once; new keys and values written."""
+    def _attention(self, starts_S: Counts, counts_S: Counts) -> list[Roofline]:
+        """Queries by keys, and each sequence's pages read once; new keys and values written. By group."""
         starts = starts_S.astype(np.int64, copy=False)
         ends = starts + counts_S
         num_rows = int(ends.sum() - starts.sum())
-        seconds = 0.0
+        parts: list[Roofline] = []
         for window, flops_per_pair, token_bytes in self._groups:
-            pairs = _pairs_up_to(ends, window) - _pairs_up_to(starts, window)
+            pairs = count_pairs(starts, counts_S, window)
             num_pages = int((ends - 1 >> self._page_shift).sum()) + len(ends)
             if window:
                 num_pages -= int((np.maximum(starts - window + 1, 0) >> self._page_shift).sum())
             num_tokens = num_pages * self.page_size + num_rows
             arithmetic = flops_per_pair * pairs / self._attention_flops
-            seconds += max(arithmetic, num_tokens * token_bytes / self._kv_bandwidth)
-        return seconds
+            parts.append(Roofline(arithmetic, num_tokens * token_bytes / self._kv_bandwidth))
+        return parts
+
+
+def count_pairs(starts_S: Counts, counts_S: Counts, window: int) -> int:
+    """Pairs of query and key in one layer, of all sequences together.
+
+    Args:
+        starts_S: tokens of each sequence before its rows.
+        counts_S: rows of each.
+        window: keys that a query sees at most, its own among them; 0 for all.
+    """
+    starts = starts_S.astype(np.int64, copy=False)
+    return _pairs_up_to(starts + counts_S, window) - _pairs_up_to(starts, window)
 
 
 def _pairs_up_to(lengths_S: Counts, window: int) -> int:

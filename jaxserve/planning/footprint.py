@@ -13,9 +13,9 @@ WEIGHT_BYTES = {
     "bfloat16": 2.0,
     "int8": 1.0,
     "float8": 1.0,
-    "int4": 0.5 + 2 / 128,
+    "int4": 0.5 + 2 / 32,
 }
-"""Bytes of a weight by format; int4 with a 2-byte scale for each group of 128. Scales of a whole channel
+"""Bytes of a weight by format; int4 with a 2-byte scale for each group of 32. Scales of a whole channel
 are too few to count."""
 
 KV_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1, "float8_e4m3fn": 1}

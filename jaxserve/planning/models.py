@@ -68,13 +68,15 @@ MODELS: Mapping[str, ModelConfig] = {
 
 
 def find_model(name: str) -> ModelConfig:
-    """A known model, or the one that a folder in Hugging Face layout describes; its weights are not read.
+    """A known model, or the one that a folder in Hugging Face layout describes, or the config.json in one.
+
+    Weights are not read.
 
     Raises ValueError for a name that is neither, and for a config.json that is not supported.
     """
     if name in MODELS:
         return MODELS[name]
-    folder = Path(name)
+    folder = Path(name).parent if Path(name).name == "config.json" else Path(name)
     if (folder / "config.json").is_file():
         from jaxserve.weights.hf_config import read_hf_config
 

@@ -106,7 +106,7 @@ class Summary:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; what is not a finite number becomes None."""
-        plain: dict[str, Any] = _finite(asdict(self))
+        plain: dict[str, Any] = finite(asdict(self))
         return plain
 
 
@@ -168,11 +168,14 @@ def _group(records: Records, mask: np.ndarray, good: np.ndarray, seconds: float)
     )
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """Plain values with None for every number that is not finite, which JSON does not have."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {key: _finite(entry) for key, entry in value.items()}
+        return {key: finite(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(entry) for entry in value]
     return value
 
 
@@ -200,6 +203,11 @@ def table(rows: Sequence[tuple[str, GroupSummary]]) -> str:
     """Groups side by side, a line each, seconds unless said otherwise."""
     lines = [["", *(name for name, _ in _COLUMNS)]]
     lines += [[label, *_cells(group)] for label, group in rows]
+    return aligned(lines)
+
+
+def aligned(lines: Sequence[Sequence[str]]) -> str:
+    """Cells in columns: the first to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(

@@ -22,6 +22,9 @@ StepTimer = Callable[[StepShape, Counts, Counts], float]
 END_TOKEN = 1
 """The end-of-sequence id of the model that is not there."""
 
+MEMORY_SHARE = 0.9
+"""Of a chip's memory, what weights and pages may take: the rest is for what steps need meanwhile."""
+
 
 class VirtualClock:
     """Seconds that pass only when told to. Calling it reads it, as a loop's clock is read."""
@@ -125,11 +128,13 @@ def virtual_limits(
     num_slots: int = 256,
     max_model_len: int | None = None,
     max_chunk: int = 1024,
-    memory_share: float = 0.9,
+    memory_share: float = MEMORY_SHARE,
+    weight_bytes: float | None = None,
 ) -> EngineLimits:
     """What an engine on these chips would state: the pool fills what the weights leave of the memory.
 
-    Shapes are four apart, as the engine compiles them. Raises ValueError, with the bytes, for weights that
+    `weight_bytes`: of the whole model; by default what the cost model's weight format makes of it. Shapes are
+    four apart, as the engine compiles them. Raises ValueError, with the bytes, for weights that
     do not fit or a pool that cannot hold one sequence of `max_model_len`.
     """
     footprint = cost.footprint
@@ -137,7 +142,16 @@ def virtual_limits(
     length = max_model_len or model.max_position
     if not 2 <= length <= model.max_position:
         raise ValueError(f"max_model_len {length} is out of range: the model takes 2 to {model.max_position}")
-    num_pages = _pool_pages(cost, num_slots, length, max_chunk + num_slots, memory_share)
+    if weight_bytes is None:
+        weight_bytes = footprint.weight_bytes(cost.weight_format)
+    num_pages = _pool_pages(
+        cost,
+        num_slots,
+        length,
+        max_chunk + num_slots,
+        usable=memory_share * cost.chip.memory_bytes,
+        weights=weight_bytes / cost.num_chips,
+    )
     decode, chunk = _ladder(1, num_slots), _ladder(16, max(max_chunk, num_slots))
     return EngineLimits(
         num_slots=num_slots,
@@ -155,23 +169,23 @@ def virtual_limits(
 
 
 def _pool_pages(
-    cost: CostModel, num_slots: int, length: int, step_rows: int, memory_share: float
+    cost: CostModel, num_slots: int, length: int, step_rows: int, *, usable: float, weights: float
 ) -> tuple[int, ...]:
     """Pages of each cache group: what all slots could ever hold, or in proportion what the memory allows."""
     footprint, model = cost.footprint, cost.footprint.model
-    weights = footprint.weight_bytes(cost.weight_format) / cost.num_chips
-    budget = cost.chip.memory_bytes * memory_share - weights
     shards = min(cost.num_chips, model.num_kv_heads)
     page_bytes = [footprint.page_bytes(cost.kv_format, cost.page_size, w) / shards for w in model.windows]
     longest = [min(length, window + step_rows) if window else length for window in model.windows]
     whole = [num_slots * -(-tokens // cost.page_size) + 2 for tokens in longest]
-    share = min(1.0, budget / sum(pages * size for pages, size in zip(whole, page_bytes, strict=True)))
+    share = min(
+        1.0, (usable - weights) / sum(pages * size for pages, size in zip(whole, page_bytes, strict=True))
+    )
     num_pages = tuple(int(pages * share) for pages in whole)
     if any(
         pages - 1 < -(-tokens // cost.page_size) for pages, tokens in zip(num_pages, longest, strict=True)
     ):
         raise ValueError(
-            f"{cost.num_chips} x {cost.chip.name} has {cost.chip.memory_bytes * memory_share:.3g} bytes a "
+            f"{cost.num_chips} x {cost.chip.name} has {usable:.3g} bytes a "
             f"chip to use, of which the weights take {weights:.3g}; what is left does not hold a sequence "
             f"of {length} tokens: more chips, a smaller format or a smaller max_model_len would do"
         )
