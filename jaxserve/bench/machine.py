@@ -16,6 +16,9 @@ class Machine:
     cores: int
     system: str
 
+    def text(self) -> str:
+        return f"{self.processor}, {self.cores} cores, {self.system}"
+
     @classmethod
     def here(cls) -> Machine:
         return cls(

@@ -1,5 +1,6 @@
 """The commands of the command line; importing them is cheap, and none needs jax before it runs."""
 
+from jaxserve.commands.bench import Bench
 from jaxserve.commands.chat import Chat
 from jaxserve.commands.command import Command
 from jaxserve.commands.compile import Compile
@@ -8,6 +9,6 @@ from jaxserve.commands.evaluate import Evaluate
 from jaxserve.commands.generate import Generate
 from jaxserve.commands.pull import Pull
 
-BUILT_IN: tuple[Command, ...] = (Pull(), Generate(), Chat(), Convert(), Evaluate(), Compile())
+BUILT_IN: tuple[Command, ...] = (Pull(), Generate(), Chat(), Convert(), Evaluate(), Compile(), Bench())
 
 __all__ = ["BUILT_IN", "Command"]
