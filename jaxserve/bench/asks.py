@@ -64,8 +64,8 @@ class Draw:
 
     def __init__(self, seed: int, cell: str, repeat: int, vocab_size: int) -> None:
         """`vocab_size`: token ids are below it."""
-        digest = hashlib.sha256(cell.encode()).digest()
-        self.rng = np.random.default_rng([seed, repeat, *digest])
+        place = int.from_bytes(hashlib.sha256(cell.encode()).digest()[:8])
+        self.rng = np.random.default_rng([seed, repeat, place])
         self._vocab_size = vocab_size
 
     def tokens(self, count: int) -> list[int]:

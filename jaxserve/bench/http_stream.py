@@ -16,11 +16,21 @@ _ROUTE_HEADERS = ("x-jaxserve-route", "x-jaxserve-route-reason")
 
 
 @asynccontextmanager
-async def open_client(url: str) -> AsyncIterator[httpx.AsyncClient]:
-    """A client without limits of its own: neither of connections nor of time."""
+async def open_client(url: str, token: str | None = None) -> AsyncIterator[httpx.AsyncClient]:
+    """A client without limits of its own: neither of connections nor of time.
+
+    `token`: that requests bring which have none of their own.
+    """
     limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=url, limits=limits, timeout=None, trust_env=False) as client:
+    headers = {} if token is None else bearer(token)
+    settings: dict[str, Any] = {"limits": limits, "headers": headers, "timeout": None, "trust_env": False}
+    async with httpx.AsyncClient(base_url=url, **settings) as client:
         yield client
+
+
+def bearer(token: str) -> dict[str, str]:
+    """The header that says who asks."""
+    return {"authorization": f"Bearer {token}"}
 
 
 async def stream_completion(
@@ -65,10 +75,13 @@ def _read_event(event: dict[str, Any]) -> list[Piece]:
 
 async def list_models(client: httpx.AsyncClient) -> list[dict[str, Any]]:
     """What the server says of its models, of which there is one at least. Raises DoorError otherwise."""
+    silent = f"{client.base_url} does not say which models it has"
     try:
-        listed = (await client.get("/v1/models")).raise_for_status().json()
+        answer = await client.get("/v1/models")
     except httpx.HTTPError as error:
-        raise DoorError(f"{client.base_url} does not say which models it has: {error}") from error
-    if not listed["data"]:
+        raise DoorError(f"{silent}: {error}") from error
+    if answer.status_code != httpx.codes.OK:
+        raise DoorError(f"{silent}: {answer.status_code} {answer.reason_phrase}")
+    if not (listed := answer.json()["data"]):
         raise DoorError(f"{client.base_url} has no model")
-    return listed["data"]
+    return listed

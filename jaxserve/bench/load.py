@@ -13,7 +13,7 @@ import numpy as np
 from jaxserve.bench.asks import Ask
 from jaxserve.bench.cells import Work
 from jaxserve.bench.faults import break_down
-from jaxserve.bench.http_stream import stream_completion
+from jaxserve.bench.http_stream import bearer, stream_completion
 from jaxserve.bench.scenarios import Fault
 from jaxserve.bench.traffic import DoorError, Outcome, Run, follow, send_all
 
@@ -34,17 +34,14 @@ class Target:
     namespace: str
     """No request outside of it shares its prefixes."""
     tokens: Mapping[str, str]
-    """Of tenants; a request without a tenant brings the first."""
+    """Of tenants."""
     request_seconds: float
     """After which an answer is given up."""
     server_pid: int | None = None
 
     def headers(self, ask: Ask, attempt: int) -> dict[str, str]:
         headers = {RETRY_HEADER: str(attempt)} if attempt else {}
-        if self.tokens:
-            token = self.tokens[ask.tenant] if ask.tenant else next(iter(self.tokens.values()))
-            headers["authorization"] = f"Bearer {token}"
-        return headers
+        return headers | bearer(self.tokens[ask.tenant]) if ask.tenant else headers
 
 
 async def run_work(target: Target, work: Work, concurrency: int | None, fault: Fault | None = None) -> Run:

@@ -18,7 +18,7 @@ from jaxserve.bench.facts import Served
 from jaxserve.bench.load import Target, ask_once
 from jaxserve.bench.result import CellResult, Check, RequestRecord, Result
 
-IDLE_SECONDS = 10.0
+IDLE_SECONDS = 5.0
 """In which a server must be rid of what its clients have left."""
 
 

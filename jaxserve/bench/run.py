@@ -33,7 +33,7 @@ class Address:
     model: str | None = None
     """What requests ask for; by default the server's first."""
     tokens: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Of tenants."""
+    """Of tenants; what no tenant asks comes with the first."""
     pid: int | None = None
     arguments: str = ""
     chosen: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -53,7 +53,7 @@ async def run_benchmark(config: BenchConfig, address: Address, progress: Progres
     date = datetime.now(UTC).isoformat(timespec="seconds")
     cells = cells_of(config)
     check_tenants(cells, address.tokens)
-    async with open_client(address.url) as client:
+    async with open_client(address.url, next(iter(address.tokens.values()), None)) as client:
         told = await read_served(client, address.model)
         served = replace(told, arguments=address.arguments, chosen=address.chosen)
         _check_lengths(config, cells, served)

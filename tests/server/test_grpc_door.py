@@ -15,6 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from smg_grpc_proto.generated import vllm_engine_pb2
 
+from jaxserve.bearer_tokens import read_tokens
 from server.core import Routes, ServiceError
 from server.core.tenants import Tenants
 from server.core.tls import TlsFiles
