@@ -64,12 +64,17 @@ async def check_alone(
     """
     chosen = _choose(config, cells, results)
     differ: list[str] = []
+    errors: list[str] = []
     for name, ask, record in chosen:
         outcome = await ask_once(target, replace(ask, shares=False), time.perf_counter())
-        if outcome.error or digest_of(outcome.text) != record.answer:
+        if outcome.error:
+            errors.append(outcome.error)
+        elif digest_of(outcome.text) != record.answer:
             differ.append(name)
-    alike = len(chosen) - len(differ)
-    detail = f"{alike} of {len(chosen)} answers are the same alone" + _named(differ)
+    alike = len(chosen) - len(differ) - len(errors)
+    detail = f"{alike} of {len(chosen)} answers are the same alone{_named(differ)}"
+    if errors:
+        detail += f"; {len(errors)} were not answered: {errors[0]}"
     return Check("alone", _reaches(alike, len(chosen), config.quality.alone_identical), detail)
 
 

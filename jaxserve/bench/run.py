@@ -130,6 +130,8 @@ async def _run_all(
                 runs[cell.name].append(await _run_cell(target, config, cell, repeat))
         except TimeoutError:
             left_out.append(label)
+    if left_out:  # What was broken off may still have slots and places in the queue.
+        await _seconds_until_idle(target.client)
     return runs, left_out
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from jaxserve.bench.result import CellResult, CellRun, RequestRecord, Result
 
 _COLUMNS = "{:44} {:>14} {:>5} {:>15} {:>6} {:>13} {:>5} {:>15} {:>6}"
 _HEADINGS = ("cell", "goodput/s", "kept", "TTFT ms", "p99", "TPOT ms", "p99", "output tok/s", "cached")
+_DIGITS = re.compile(r"\d+")
 _MAX_ERRORS = 3
 _MAX_ERROR_LEN = 160
 
@@ -85,9 +87,15 @@ def remarks(cell: CellResult) -> list[str]:
     routes = Counter(one.route for one in requests if one.answered and one.route)
     if len(routes) > 1:
         found.append("answered by " + ", ".join(f"{name} ({count})" for name, count in routes.most_common()))
-    errors = Counter(one.error for one in requests if one.error)
-    found += [f"{count} failed: {error[:_MAX_ERROR_LEN]}" for error, count in errors.most_common(_MAX_ERRORS)]
-    return found
+    return found + _error_remarks(requests)
+
+
+def _error_remarks(requests: Sequence[RequestRecord]) -> list[str]:
+    """The commonest errors; those that differ in their numbers alone are one."""
+    examples = {_DIGITS.sub("#", one.error): one.error for one in requests if one.error}
+    counts = Counter(_DIGITS.sub("#", one.error) for one in requests if one.error)
+    commonest = counts.most_common(_MAX_ERRORS)
+    return [f"{count} failed: {examples[kind][:_MAX_ERROR_LEN]}" for kind, count in commonest]
 
 
 def inversions(run: CellRun) -> int:
