@@ -28,6 +28,11 @@ class Machine:
         )
 
 
+def machine_load() -> float:
+    """Programs that want a core, over the last minute; 0 where the system does not say it."""
+    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else 0.0
+
+
 def processor() -> str:
     """The processor's name."""
     info = Path("/proc/cpuinfo")

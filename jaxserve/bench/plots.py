@@ -137,7 +137,7 @@ def _draw_group(axis: Axes, run: CellRun, group: str, color: str) -> None:
     firsts = [one.start + one.ttft for _, one in told]
     ends = [one.start + one.latency for _, one in told]
     axis.hlines(places, starts, firsts, color=color, alpha=0.35, linewidth=4)
-    axis.hlines(places, firsts, ends, color=color, linewidth=4, label=group or None)
+    axis.hlines(places, firsts, ends, color=color, linewidth=4, label=group)
     left = [(one.start + one.latency, place) for place, one in rows if one.cancelled]
     failed = [(one.start + one.latency, place) for place, one in rows if one.error]
     for points, marker in ((left, "x"), (failed, "o")):

@@ -142,7 +142,7 @@ def _facts_of(result: Result) -> Iterator[tuple[str, str]]:
         yield "arguments", served.arguments
     yield from served.chosen.items()
     yield "client", ", ".join(f"{name} {version}" for name, version in result.versions.items())
-    yield "machine", result.machine.text()
+    yield "machine", f"{result.machine.text()}; load {result.load:.1f} at the start"
     yield "configuration", f"{result.config['name']}, {result.config_digest}"
     yield "requests", result.plan_digest
 

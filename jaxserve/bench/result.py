@@ -131,6 +131,8 @@ class Result:
     config_digest: str
     plan_digest: str
     machine: Machine
+    load: float
+    """How many programs wanted a core of it before the benchmark began, over a minute."""
     versions: Mapping[str, str]
     served: Served
     seconds: float
@@ -176,11 +178,13 @@ class Result:
 
 
 def _read_cell(stored: dict[str, Any]) -> CellResult:
-    return CellResult(**stored | {"runs": [_read_run(run) for run in stored["runs"]]})
+    values: dict[str, Any] = stored | {"runs": [_read_run(run) for run in stored["runs"]]}
+    return CellResult(**values)
 
 
 def _read_run(stored: dict[str, Any]) -> CellRun:
-    return CellRun(**stored | {"requests": [RequestRecord(**one) for one in stored["requests"]]})
+    values: dict[str, Any] = stored | {"requests": [RequestRecord(**one) for one in stored["requests"]]}
+    return CellRun(**values)
 
 
 def _cell_json(cell: dict[str, Any]) -> str:

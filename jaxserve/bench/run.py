@@ -17,7 +17,7 @@ from jaxserve.bench.config import BenchConfig
 from jaxserve.bench.facts import Served, client_versions, num_open, read_served
 from jaxserve.bench.http_stream import open_client
 from jaxserve.bench.load import Target, ask_once, run_work
-from jaxserve.bench.machine import Machine
+from jaxserve.bench.machine import Machine, machine_load
 from jaxserve.bench.quality import IDLE_SECONDS, check_alone, check_answered, check_cold, check_idle
 from jaxserve.bench.result import CellResult, CellRun, Check, Result
 from jaxserve.bench.traffic import DoorError
@@ -51,6 +51,7 @@ async def run_benchmark(config: BenchConfig, address: Address, progress: Progres
     """
     started = time.perf_counter()
     date = datetime.now(UTC).isoformat(timespec="seconds")
+    load = machine_load()
     cells = cells_of(config)
     check_tenants(cells, address.tokens)
     async with open_client(address.url, next(iter(address.tokens.values()), None)) as client:
@@ -79,6 +80,7 @@ async def run_benchmark(config: BenchConfig, address: Address, progress: Progres
         config_digest=config.digest,
         plan_digest=digest_of_plan(config),
         machine=Machine.here(),
+        load=load,
         versions=client_versions(),
         served=served,
         seconds=round(time.perf_counter() - started, 3),
@@ -98,11 +100,14 @@ def check_tenants(cells: Sequence[Cell], tokens: Mapping[str, str]) -> None:
 
 def _check_lengths(config: BenchConfig, cells: Sequence[Cell], served: Served) -> None:
     """Raise ValueError where the first repeat of a cell has a request that the model cannot take."""
-    for cell in cells if served.max_model_len is not None else ():
+    longest = served.max_model_len
+    if longest is None:
+        return
+    for cell in cells:
         for ask in cell.work(config, 0).asks:
             length = len(ask.token_ids) + ask.max_tokens
-            if length > served.max_model_len:
-                limit = f"the model takes {served.max_model_len} (max_model_len)"
+            if length > longest:
+                limit = f"the model takes {longest} (max_model_len)"
                 raise ValueError(f"{cell.name}: a request of {length} tokens with its answer; {limit}")
 
 

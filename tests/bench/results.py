@@ -57,6 +57,7 @@ def result(
         "config_digest": CONFIG.digest,
         "plan_digest": digest_of_plan(CONFIG),
         "machine": Machine(processor="abacus", cores=2, system="Linux x86_64"),
+        "load": 0.5,
         "versions": {"jaxserve": "0"},
         "served": Served(model="small", precision="float32", kv_format="float32", device="cpu"),
         "seconds": 10.0,
