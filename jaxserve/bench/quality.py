@@ -99,7 +99,7 @@ def check_evaluation(path: Path, served: Served) -> Check:
     """
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
-        precision, kv_format = report["model"]["compute_format"], report["model"]["kv_format"]
+        precision, kv_format = report["model"]["precision"], report["model"]["kv_format"]
         passed, num_floors = report["passed"], len(report["verdicts"])
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{path}: not a report of `jaxserve evaluate --json`: {error!r}") from error

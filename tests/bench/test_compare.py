@@ -119,7 +119,7 @@ def test_a_reference_is_held_against_greedy_answers() -> None:
 def test_an_evaluation_counts_for_its_own_precision_alone(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
     served = result([STEADY] * 2).served
-    report = '{"model": {"compute_format": "%s", "kv_format": "float32"}, "passed": %s, "verdicts": [{}]}'
+    report = '{"model": {"precision": "%s", "kv_format": "float32"}, "passed": %s, "verdicts": [{}]}'
     for precision, passed, expected in (
         ("float32", "true", True),
         ("float32", "false", False),
