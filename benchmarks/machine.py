@@ -6,17 +6,18 @@ import os
 import platform
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+
+from jaxserve.bench.machine import processor
 
 
 def describe() -> str:
     """One line: processor, cores, load, versions."""
     load = os.getloadavg()[0]
     return (
-        f"{_processor()}, {os.cpu_count()} cores, load {load:.1f}; "
+        f"{processor()}, {os.cpu_count()} cores, load {load:.1f}; "
         f"Python {platform.python_version()}, jax {jax.__version__} on {jax.default_backend()}"
     )
 
@@ -38,12 +39,3 @@ def read_bandwidth(repeats: int = 10) -> float:
     row = jnp.ones((1, 4096), jnp.float32)
     multiply = jax.jit(lambda x, w: jax.lax.dot_general(x, w, (((1,), (1,)), ((), ()))))
     return matrix.nbytes / best_seconds(lambda: multiply(row, matrix).block_until_ready(), repeats)
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()

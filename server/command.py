@@ -179,7 +179,7 @@ def read_route_arguments(args: argparse.Namespace) -> list[RouteArguments]:
 
 def read_access(args: argparse.Namespace) -> Access:
     """Who may come in. Raises ValueError for files that do not go together, or an open door to the world."""
-    from server.core.tenants import read_tokens
+    from jaxserve.bearer_tokens import read_tokens
     from server.core.tls import TlsFiles
 
     if (args.tls_cert is None) != (args.tls_key is None):

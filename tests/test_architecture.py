@@ -31,6 +31,7 @@ FORBIDDEN = {
     "jaxserve/engine": ("jaxserve.scheduling", "jaxserve.loop", "jaxserve.text"),
     "jaxserve/model": ("jaxserve.engine", "jaxserve.scheduling", "jaxserve.weights", "jaxserve.text"),
     "jaxserve/evaluation": ("jaxserve.scheduling", "jaxserve.commands"),
+    "jaxserve/bench": ("jax", "jaxserve.engine", "jaxserve.loop", "jaxserve.llm", "jaxserve.commands"),
     "jaxserve/weights": ("jax", "jaxserve.engine", "jaxserve.scheduling", "jaxserve.text"),
     "jaxserve/quantization": (
         "jaxserve.engine",

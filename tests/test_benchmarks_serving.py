@@ -19,9 +19,6 @@ import itertools
 
 from benchmarks.serving.__main__ import main
 from benchmarks.serving.arguments import parse_arguments
-from benchmarks.serving.doors import Usage
-from benchmarks.serving.metrics import read_goodput, report, summarise
-from benchmarks.serving.run import Outcome, Run
 from benchmarks.serving.workload import (
     Prompt,
     arriving,
@@ -29,6 +26,8 @@ from benchmarks.serving.workload import (
     random_prompts,
     trace_prompts,
 )
+from jaxserve.bench.figures import read_goodput, report, summarise
+from jaxserve.bench.traffic import Outcome, Run, Usage
 from tests.server.process_harness import ROOT
 
 VLLM_LABELS = (

@@ -18,23 +18,14 @@ from dataclasses import replace
 from benchmarks.machine import describe
 from benchmarks.serving import doors, workload
 from benchmarks.serving.arguments import parse_arguments
-from benchmarks.serving.doors import DoorError, OpenDoor
-from benchmarks.serving.metrics import Figures, describe_run, report, summarise
+from benchmarks.serving.doors import OpenDoor
 from benchmarks.serving.run import run_load
-from benchmarks.serving.served import Addresses, served_model
 from benchmarks.serving.workload import Prompt
+from jaxserve.bench.figures import DETAILS, Figures, describe_run, report, summarise
+from jaxserve.bench.served import Addresses, served_model
+from jaxserve.bench.traffic import DoorError
 
 DEFAULT_MODEL = "smollm2-135m"
-_DETAILS = (
-    "input_lens",
-    "output_lens",
-    "start_times",
-    "ttfts",
-    "itls",
-    "latencies",
-    "generated_texts",
-    "errors",
-)
 
 
 def make_prompts(args: argparse.Namespace) -> list[Prompt]:
@@ -184,7 +175,7 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(f"benchmarks.serving: {error}")
     if args.json:
         for run in runs:
-            for name in () if args.save_detailed else _DETAILS:
+            for name in () if args.save_detailed else DETAILS:
                 del run[name]
         alone = len(runs) == 1
         args.json.write_text(json.dumps(runs[0] if alone else runs, indent=1) + "\n")

@@ -6,7 +6,7 @@ import argparse
 import math
 from pathlib import Path
 
-from benchmarks.serving.metrics import read_goodput
+from jaxserve.bench.figures import read_goodput
 
 DOORS = ("http", "grpc", "vllm")
 LEAST_VOCABULARY = 256

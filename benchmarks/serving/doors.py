@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import grpc.aio
 import httpx
@@ -13,25 +12,16 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as vllm_pb
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
 from benchmarks.serving.workload import Prompt
+from jaxserve.bench.http_stream import list_models, open_client, stream_completion
+from jaxserve.bench.traffic import DoorError, Piece, Usage
 from server.proto.jaxserve.v1 import engine_pb2 as pb
 from server.proto.jaxserve.v1 import engine_pb2_grpc
 
 _MAX_MESSAGE_BYTES = 256 * 2**20
 
 
-class Usage(NamedTuple):
-    """What the server says that it has read and written."""
-
-    prompt_tokens: int
-    output_tokens: int
-
-
-class DoorError(Exception):
-    """A request that was not answered, and why."""
-
-
 class Door(Protocol):
-    def ask(self, prompt: Prompt) -> AsyncIterator[str | Usage]:
+    def ask(self, prompt: Prompt) -> AsyncGenerator[Piece, None]:
         """The answer in the pieces in which it comes, of which a door may not know the text; once, the usage.
 
         Raises DoorError if there is none.
@@ -55,29 +45,9 @@ class HttpDoor:
             "stream_options": {"include_usage": True},
         }
 
-    async def ask(self, prompt: Prompt) -> AsyncIterator[str | Usage]:
+    def ask(self, prompt: Prompt) -> AsyncGenerator[Piece, None]:
         body = {**self._common, "prompt": prompt.content, "max_tokens": prompt.max_tokens}
-        try:
-            async with self._client.stream("POST", "/v1/completions", json=body) as answer:
-                if answer.status_code != httpx.codes.OK:
-                    raise DoorError(
-                        f"{answer.status_code}: {(await answer.aread()).decode(errors='replace')}"
-                    )
-                async for line in answer.aiter_lines():
-                    if line.startswith("data: ") and line != "data: [DONE]":
-                        for piece in _read_event(json.loads(line.removeprefix("data: "))):
-                            yield piece
-        except httpx.HTTPError as error:
-            raise DoorError(f"{type(error).__name__}: {error}") from error
-
-
-def _read_event(event: dict[str, Any]) -> list[str | Usage]:
-    if "error" in event:
-        raise DoorError(event["error"]["message"])
-    pieces: list[str | Usage] = [choice["text"] for choice in event["choices"]]
-    if usage := event.get("usage"):
-        pieces.append(Usage(usage["prompt_tokens"], usage["completion_tokens"]))
-    return pieces
+        return stream_completion(self._client, body)
 
 
 class NativeDoor:
@@ -88,7 +58,7 @@ class NativeDoor:
         self._model = model
         self._ignore_eos = ignore_eos
 
-    async def ask(self, prompt: Prompt) -> AsyncIterator[str | Usage]:
+    async def ask(self, prompt: Prompt) -> AsyncGenerator[Piece, None]:
         params = pb.SamplingParams(temperature=0.0, max_tokens=prompt.max_tokens, ignore_eos=self._ignore_eos)
         request = pb.GenerateRequest(model=self._model, params=params)
         if isinstance(prompt.content, str):
@@ -109,7 +79,7 @@ class VllmDoor:
         self._stub: Any = vllm_engine_pb2_grpc.VllmEngineStub(channel)
         self._ignore_eos = ignore_eos
 
-    async def ask(self, prompt: Prompt) -> AsyncIterator[str | Usage]:
+    async def ask(self, prompt: Prompt) -> AsyncGenerator[Piece, None]:
         params = vllm_pb.SamplingParams(
             temperature=0.0, max_tokens=prompt.max_tokens, ignore_eos=self._ignore_eos
         )
@@ -136,17 +106,8 @@ async def _answered(call: Any) -> AsyncIterator[Any]:
 @asynccontextmanager
 async def open_http(url: str, model: str | None, ignore_eos: bool) -> AsyncIterator[Door]:
     """`model`: by default the first that the server has. Raises DoorError if it has none."""
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=url, limits=limits, timeout=None, trust_env=False) as client:
-        yield HttpDoor(client, model or await _first_model(client), ignore_eos)
-
-
-async def _first_model(client: httpx.AsyncClient) -> str:
-    try:
-        listed = (await client.get("/v1/models")).raise_for_status().json()
-    except httpx.HTTPError as error:
-        raise DoorError(f"{client.base_url} does not say which models it has: {error}") from error
-    return listed["data"][0]["id"]
+    async with open_client(url) as client:
+        yield HttpDoor(client, model or (await list_models(client))[0]["id"], ignore_eos)
 
 
 @asynccontextmanager

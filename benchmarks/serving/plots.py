@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.serving.metrics import Figures
+from jaxserve.bench.figures import Figures
 
 _STATISTICS = {"p99": "tab:red", "mean": "tab:orange", "median": "tab:blue"}
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxserve.bench.traffic import arrival_times
 from jaxserve.planning import PromptMaker, TraceRequest, read_trace
 
 
@@ -110,19 +111,6 @@ def _trace_prompt(
 
 
 def arriving(prompts: Sequence[Prompt], rate: float, burstiness: float, seed: int) -> list[Prompt]:
-    """The same prompts at so many a second in the mean, all at once for an infinite rate.
-
-    Gaps are gamma-distributed: burstiness 1 is a Poisson process, less comes in bursts, infinity is a
-    metronome. Together the gaps take exactly as long as the rate says, so that runs of other seeds compare.
-    Raises ValueError for a rate or burstiness that is not above 0.
-    """
-    if not (rate > 0 and burstiness > 0):
-        raise ValueError(f"rate {rate} and burstiness {burstiness} must be above 0")
-    if math.isinf(rate):
-        return [replace(prompt, arrival=0.0) for prompt in prompts]
-    if math.isinf(burstiness):
-        gaps = np.ones(len(prompts))
-    else:
-        gaps = np.random.default_rng(seed).gamma(burstiness, size=len(prompts))
-    arrivals = np.cumsum(gaps) * (len(prompts) / rate / gaps.sum())
-    return [replace(prompt, arrival=float(at)) for prompt, at in zip(prompts, arrivals, strict=True)]
+    """The same prompts at the times of `arrival_times`. Raises ValueError as that does."""
+    arrivals = arrival_times(len(prompts), rate, burstiness, seed)
+    return [replace(prompt, arrival=at) for prompt, at in zip(prompts, arrivals, strict=True)]

@@ -1,6 +1,7 @@
 """The commands of the command line; importing them is cheap, and none needs jax before it runs."""
 
 from jaxserve.commands.advise import Advise
+from jaxserve.commands.bench import Bench
 from jaxserve.commands.chat import Chat
 from jaxserve.commands.command import Command
 from jaxserve.commands.compile import Compile
@@ -17,6 +18,7 @@ BUILT_IN: tuple[Command, ...] = (
     Convert(),
     Evaluate(),
     Compile(),
+    Bench(),
     Plan(),
     Advise(),
 )

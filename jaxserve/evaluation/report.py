@@ -21,6 +21,8 @@ class SideReport:
     name: str
     compute_format: str
     kv_format: str
+    precision: str
+    """Of weights and activations, as a server calls it."""
     options: Mapping[str, Any]
     """Fields of `EngineOptions` that were not left at their defaults."""
     weight_bytes: int

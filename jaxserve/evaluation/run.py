@@ -23,6 +23,7 @@ from jaxserve.evaluation.tasks import (
 )
 from jaxserve.plan import SamplingParams
 from jaxserve.prompts import EncodedPrompt
+from jaxserve.quantization import precision_of
 
 _TEXT_MEASURES: tuple[str, ...] = ("perplexity", "perplexity-change", "kl", "kl-p99", "top1")
 
@@ -187,6 +188,7 @@ def _side_report(side: Side, scored: float | None, answered: float | None) -> Si
         name=side.name,
         compute_format=side.config.compute_format,
         kv_format=side.config.cache.kv_format,
+        precision=precision_of(side.config),
         options={name: value for name, value in chosen.items() if value != defaults[name]},
         weight_bytes=footprint.weight_bytes,
         kv_bytes_per_token=footprint.kv_bytes_per_token,

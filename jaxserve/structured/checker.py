@@ -43,6 +43,10 @@ class GrammarChecker:
         """
         process = self._idle.get()
         try:
+            if process is not None and not process.alive:
+                # It was ended from outside while it had nothing to do, which is not this grammar's fault.
+                process.close()
+                process = None
             if process is None:
                 process = _CheckerProcess(self._vocabulary)
             answer = process.ask(grammar)

@@ -186,5 +186,5 @@ def test_what_cannot_be_asked_of_a_converted_model(
     content = json.loads((out / "jaxserve.json").read_text())
     content["recipe"] = "int8@0"
     (out / "jaxserve.json").write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=r"'int8@0' is not one of this version's: f32@1"):
+    with pytest.raises(ValueError, match=r"recipe 'int8@0' is int8@2 in this version"):
         LLM(out)

@@ -17,6 +17,7 @@ SIDE = SideReport(
     name="m",
     compute_format="float32",
     kv_format="int8",
+    precision="float32",
     options={"kv_format": "int8", "num_slots": 3},
     weight_bytes=2**20,
     kv_bytes_per_token=64.0,

@@ -15,8 +15,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from smg_grpc_proto.generated import vllm_engine_pb2
 
+from jaxserve.bearer_tokens import read_tokens
 from server.core import Routes, ServiceError
-from server.core.tenants import Tenants, read_tokens
+from server.core.tenants import Tenants
 from server.core.tls import TlsFiles
 from server.grpc_server import GrpcDoor, GrpcOptions
 from server.grpc_server.door import NATIVE_SERVICE, VLLM_SERVICE

@@ -8,9 +8,20 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.serving.run import Outcome, Run
+from jaxserve.bench.traffic import Outcome, Run
 
 Figures = dict[str, Any]
+DETAILS = (
+    "input_lens",
+    "output_lens",
+    "start_times",
+    "ttfts",
+    "itls",
+    "latencies",
+    "generated_texts",
+    "errors",
+)
+"""Figures that are lists, of a value or more for each request."""
 GOODPUT_NAMES = ("ttft", "tpot", "e2el")
 _WIDTH = 50
 _HEAD = (

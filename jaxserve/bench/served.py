@@ -1,14 +1,16 @@
-"""A server of the benchmark's own: `jaxserve serve` on free ports of the loopback."""
+"""A server of a benchmark's own: `jaxserve serve` on free ports of the loopback."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 _STOP_SECONDS = 30
+_NOT_CHOSEN = frozenset({"http", "grpc", "access", "ready"})
+"""Lines of its report that are about its doors."""
 
 
 @dataclass(frozen=True)
@@ -17,6 +19,10 @@ class Addresses:
 
     url: str | None
     grpc: str | None
+    pid: int | None = None
+    """Of its process, where that is on this machine and known."""
+    chosen: Mapping[str, str] = field(default_factory=dict[str, str])
+    """What it says that was chosen for its model: a line for each thing."""
 
 
 @contextmanager
@@ -38,7 +44,8 @@ def served_model(model: str, arguments: Sequence[str] = ()) -> Iterator[Addresse
                     break
             else:
                 raise RuntimeError(f"the server has ended with status {process.wait()} before it was ready")
-            yield Addresses(said["http"], said["grpc"])
+            chosen = {name: text for name, text in said.items() if name not in _NOT_CHOSEN}
+            yield Addresses(said["http"], said["grpc"], process.pid, chosen)
         finally:
             process.terminate()
             try:

@@ -1,0 +1,1 @@
+"""The serving benchmark of `jaxserve bench`."""

@@ -1,0 +1,87 @@
+"""`/v1/completions` of any server that speaks as OpenAI does, through httpx."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+
+from jaxserve.bench.traffic import Answerer, DoorError, Piece, Usage
+
+COMPLETIONS = "/v1/completions"
+_ROUTE_HEADERS = ("x-jaxserve-route", "x-jaxserve-route-reason")
+
+
+@asynccontextmanager
+async def open_client(url: str, token: str | None = None) -> AsyncIterator[httpx.AsyncClient]:
+    """A client without limits of its own: neither of connections nor of time.
+
+    `token`: that requests bring which have none of their own.
+    """
+    limits = httpx.Limits(max_connections=None)
+    headers = {} if token is None else bearer(token)
+    settings: dict[str, Any] = {"limits": limits, "headers": headers, "timeout": None, "trust_env": False}
+    async with httpx.AsyncClient(base_url=url, **settings) as client:
+        yield client
+
+
+def bearer(token: str) -> dict[str, str]:
+    """The header that says who asks."""
+    return {"authorization": f"Bearer {token}"}
+
+
+async def stream_completion(
+    client: httpx.AsyncClient, body: Mapping[str, Any], headers: Mapping[str, str] | None = None
+) -> AsyncGenerator[Piece, None]:
+    """The answer in the pieces in which it comes, once who gives it, and once the usage.
+
+    `body`: asks for a stream with usage. Raises DoorError if there is no answer, or it breaks off.
+    """
+    try:
+        async with client.stream("POST", COMPLETIONS, json=body, headers=headers) as answer:
+            if answer.status_code != httpx.codes.OK:
+                raise _refusal(answer, (await answer.aread()).decode(errors="replace"))
+            if _ROUTE_HEADERS[0] in answer.headers:
+                yield Answerer(*(answer.headers.get(name, "") for name in _ROUTE_HEADERS))
+            async for line in answer.aiter_lines():
+                if line.startswith("data: ") and line != "data: [DONE]":
+                    for piece in _read_event(json.loads(line.removeprefix("data: "))):
+                        yield piece
+    except httpx.HTTPError as error:
+        raise DoorError(f"{type(error).__name__}: {error}") from error
+
+
+def _refusal(answer: httpx.Response, text: str) -> DoorError:
+    status = answer.status_code
+    wait = answer.headers.get("retry-after", "")
+    return DoorError(
+        f"{status}: {text}", status=status, retry_after=float(wait) if wait.isdecimal() else None
+    )
+
+
+def _read_event(event: dict[str, Any]) -> list[Piece]:
+    if "error" in event:
+        raise DoorError(event["error"]["message"])
+    pieces: list[Piece] = [choice["text"] for choice in event["choices"]]
+    if usage := event.get("usage"):
+        details = usage.get("prompt_tokens_details") or {}
+        cached = details.get("cached_tokens") or 0
+        pieces.append(Usage(usage["prompt_tokens"], usage["completion_tokens"], cached))
+    return pieces
+
+
+async def list_models(client: httpx.AsyncClient) -> list[dict[str, Any]]:
+    """What the server says of its models, of which there is one at least. Raises DoorError otherwise."""
+    silent = f"{client.base_url} does not say which models it has"
+    try:
+        answer = await client.get("/v1/models")
+    except httpx.HTTPError as error:
+        raise DoorError(f"{silent}: {error}") from error
+    if answer.status_code != httpx.codes.OK:
+        raise DoorError(f"{silent}: {answer.status_code} {answer.reason_phrase}")
+    if not (listed := answer.json()["data"]):
+        raise DoorError(f"{client.base_url} has no model")
+    return listed
