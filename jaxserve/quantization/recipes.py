@@ -51,9 +51,9 @@ class Recipe:
 
 def _everywhere(format_name: str) -> tuple[tuple[str, str], ...]:
     """Rules that give every matrix a format, where that does no harm."""
-    if format_named(format_name).bits > 4:
+    if format_named(format_name).storage == "int8":
         return (("*", format_name),)
-    # Four bits for a token's only vector, and for the scores of all tokens, lose more than they save.
+    # Fewer bits than int8's for a token's only vector, and for all tokens' scores, lose more than they save.
     return (("embed", "int8-weight-only"), ("head", "int8-weight-only"), ("*", format_name))
 
 
@@ -63,7 +63,7 @@ _RECIPES = (
     Recipe("int8", 2, (("*", "int8"),)),
     Recipe("w8a8", 1, (("*", "w8a8"),)),
     Recipe("int8-weight-only", 1, (("*", "int8-weight-only"),)),
-    Recipe("fp8", 1, (("*", "fp8"),)),
+    Recipe("fp8", 2, _everywhere("fp8")),
     Recipe("int4", 1, _everywhere("int4-32")),
 )
 
@@ -76,7 +76,7 @@ def recipe_named(name: str) -> Recipe:
 
     Args:
         name: one of `RECIPES`; one of `FORMATS`, for every matrix (embedding and head stay in int8 beside
-            four bits); or rules by parameter name, the first of which that fits counts: "head=int8,*=fp8".
+            fp8 and four bits); or rules by parameter name, the first that fits counts: "head=int8,*=fp8".
 
     Raises ValueError, listing the names, for one that is not known.
     """

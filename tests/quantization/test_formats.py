@@ -201,11 +201,10 @@ def test_the_first_rule_that_fits_counts() -> None:
 
 
 def test_a_recipe_can_be_a_format_or_rules() -> None:
-    everywhere = recipe_named("fp8-128")
-    assert {name: everywhere.format_of(name).name for name in ("embed", "layers.0.qkv")} == {  # type: ignore[union-attr]
-        "embed": "fp8-128",
-        "layers.0.qkv": "fp8-128",
-    }
+    for name, ends in (("int8-weight-only", "int8-weight-only"), ("fp8-128", "int8-weight-only")):
+        everywhere = recipe_named(name)
+        formats = [everywhere.format_of(parameter) for parameter in ("embed", "head", "layers.3.o")]
+        assert [format and format.name for format in formats] == [ends, ends, name]
     four_bits = recipe_named("int4-128-zeros")
     formats = [four_bits.format_of(name) for name in ("embed", "head", "layers.3.o")]
     assert [format and format.name for format in formats] == ["int8-weight-only"] * 2 + ["int4-128-zeros"]
