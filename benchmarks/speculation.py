@@ -27,7 +27,7 @@ from jaxserve.loop import HostLoop
 from jaxserve.opened_model import open_model
 from jaxserve.plan import SamplingParams
 from jaxserve.quantization import RECIPES, precision_of
-from jaxserve.scheduling.drafting import SpeculationStatistics
+from jaxserve.scheduling.draft_tally import SpeculationStatistics
 from jaxserve.speculation import named_speculation
 from jaxserve.text import Tokenizer
 

@@ -12,6 +12,7 @@ from enum import Enum
 from typing import Literal
 
 from jaxserve.plan import SamplingParams
+from jaxserve.scheduling.draft_tally import DraftTally
 from jaxserve.scheduling.pages import PageTable
 from jaxserve.scheduling.terms import DEFAULT_TERMS, ServiceTerms
 
@@ -119,6 +120,8 @@ class Request:
     queued: bool = False
     """Whether it is in the waiting queue."""
     num_admissions: int = 0
+    drafts: DraftTally = field(default_factory=DraftTally)
+    """All zero where nothing drafts."""
     held: bool = False
     """Whether it may not go on until its caller has seen its last token: see `Scheduler.resume`."""
 

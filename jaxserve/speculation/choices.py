@@ -15,4 +15,4 @@ DEFAULT_MAX_DRAFTS = 7
 
 def named_speculation(name: Speculative | None, max_drafts: int) -> Speculation | None:
     """What a name stands for: "ngram" looks answers up in their own text; None drafts nothing."""
-    return None if name is None else Speculation(drafter=NgramDrafter, max_drafts=max_drafts)
+    return None if name is None else Speculation(drafter=NgramDrafter, max_drafts=max_drafts, name=name)

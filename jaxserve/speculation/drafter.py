@@ -10,6 +10,12 @@ from typing import Protocol
 class Drafter(Protocol):
     """Follows one text and guesses how it goes on. A wrong guess costs time and never a token."""
 
+    @property
+    def grade(self) -> int:
+        """How well founded the latest guess is, on a scale of its own: what is learnt of guesses is learnt
+        for each grade."""
+        ...
+
     def propose(self, tokens: Sequence[int], max_tokens: int) -> list[int]:
         """Guess what comes next.
 
@@ -32,6 +38,8 @@ class Speculation:
     """Most drafts of one answer in a step."""
     adaptive: bool = True
     """Whether drafts are verified only where that pays, by what is measured; else wherever there are any."""
+    name: str = "drafts"
+    """What drafts, for metrics and receipts."""
 
     def __post_init__(self) -> None:
         if self.max_drafts < 1:
