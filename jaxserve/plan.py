@@ -362,12 +362,20 @@ class StepEngine(Protocol):
         """Fill a slot before the first step that uses it. Asynchronous, in order with dispatches."""
         ...
 
-    def load_masks(self, slots: IntArray, masks: npt.NDArray[np.uint32]) -> None:
-        """From the next dispatch on these slots, each once, sample only these tokens.
+    def load_masks(
+        self, slots: IntArray, masks: npt.NDArray[np.uint32], ahead: IntArray | None = None
+    ) -> None:
+        """From the next dispatch on these slots sample only these tokens.
 
-        masks: [S, ceil(V / 32)] a bit for each token, the lowest first (`pack_token_ids`). What a request's
-        own allowed and bad token ids withhold stays withheld; its min_tokens yields where only its end may
-        come. A slot's next load ends its mask. Asynchronous, in order with dispatches.
+        Args:
+            slots: [S], each once, or once for each of `ahead`.
+            masks: [S, ceil(V / 32)] a bit for each token, the lowest first (`pack_token_ids`). What a
+                request's own allowed and bad token ids withhold stays withheld; its min_tokens yields where
+                only its end may come. A slot's next load ends its mask.
+            ahead: [S] after how many of the slot's drafts the mask holds, up to `max_drafts`; by default
+                after none. Whoever lets a slot with masks verify drafts gives one for each of its rows.
+
+        Asynchronous, in order with dispatches.
         """
         ...
 

@@ -46,6 +46,8 @@ class SamplingRows:
     drafts: jax.Array | None
     """[R, K] int32 the drafts that come before the token to be sampled, V (out of range) where there are
     fewer; None if there are none in steps of this shape."""
+    ahead: jax.Array | int
+    """[R] int32 how many these are; 0 for all if there are none in steps of this shape."""
 
 
 @flax.struct.dataclass
@@ -65,7 +67,11 @@ class Sampled:
 
 
 def sampling_rows(
-    state: DeviceState, slot_R: jax.Array, position_R: jax.Array, drafts_RK: jax.Array | None = None
+    state: DeviceState,
+    slot_R: jax.Array,
+    position_R: jax.Array,
+    drafts_RK: jax.Array | None = None,
+    ahead_R: jax.Array | int = 0,
 ) -> SamplingRows:
     """Gather what each row needs from its slot; the others as in `SamplingRows`."""
     sampling = state.sampling
@@ -83,6 +89,7 @@ def sampling_rows(
         key=sampling.key[slot_R],
         wants_logprobs=sampling.wants_logprobs[slot_R],
         drafts=drafts_RK,
+        ahead=ahead_R,
     )
 
 
@@ -140,7 +147,7 @@ def adjust_logits(logits_RV: jax.Array, rows: SamplingRows, state: DeviceState) 
             sampling.bias_values[rows.slot], mode="drop"
         )
         adjusted_RV = jnp.where(penalised_R[:, None], _penalise(adjusted_RV, rows, state), adjusted_RV)
-        allowed_RW = sampling.allowed[rows.slot] & sampling.grammar[rows.slot]
+        allowed_RW = sampling.allowed[rows.slot] & sampling.grammar[rows.slot, rows.ahead]
         allowed_RV = _unpack_bits(allowed_RW, logits_RV.shape[1])
         adjusted_RV = jnp.where(allowed_RV | ~masked_R[:, None], adjusted_RV, NEGATIVE)
         # Unused entries are -1: negative ids count from the end, so send them out of range.

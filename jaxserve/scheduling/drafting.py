@@ -7,6 +7,7 @@ been collected; while it does not, steps overlap as ever, and drafting is tried 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
@@ -75,6 +76,8 @@ class Drafting:
         self._followers: dict[Request, _Follower] = {}
         self._acceptance: defaultdict[int, Acceptance] = defaultdict(Acceptance)
         """Of all answers, by grade."""
+        self.trim: Callable[[Request, list[int]], list[int]] | None = None
+        """Cuts the drafts of a gated request where its grammar does; where nothing does, it has none."""
         self._trials_left = _NUM_TRIALS
         self._num_verifications = self._num_drafted = self._num_accepted = 0
 
@@ -132,7 +135,7 @@ class Drafting:
         """Drafts for those that decode: they follow what has arrived, and leave room for one more token."""
         table = self._table
         room = np.minimum(table.max_known[decoding] - table.known[decoding] - 1, self._speculation.max_drafts)
-        room[table.gated[decoding] | (table.pending[decoding] > 0)] = 0
+        room[table.pending[decoding] > 0] = 0
         proposals: list[_Proposal] = []
         for place in room.nonzero()[0].tolist():
             request = table.at(decoding[place])
@@ -145,6 +148,8 @@ class Drafting:
             self._learn(follower)
             follower.num_told = len(request.output)
             tokens = follower.drafter.propose(new, int(room[place]))
+            if tokens and request.gated:
+                tokens = self.trim(request, tokens) if self.trim else []
             if tokens:
                 proposals.append(_Proposal(place, request, follower, tokens))
         return proposals

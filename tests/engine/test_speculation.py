@@ -19,6 +19,7 @@ from jaxserve.speculation import Drafter, NgramDrafter, Speculation
 from tests.drafters import foreseeing
 from tests.engine.models import serve, small_engine
 from tests.oracle.tiny_models import write_tiny_model
+from tests.remainder_grammars import RemainderGrammars, gated
 
 Case = tuple[list[int], SamplingParams]
 MAX_DRAFTS = 5
@@ -109,6 +110,27 @@ def test_drafts_change_nothing_to_the_bit(
     drafted = loop.snapshot().speculation
     assert drafted is not None
     assert 0 < drafted.num_accepted < drafted.num_drafted
+    assert engine.compiles_after_ready == 0
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlapped"])
+def test_drafts_of_answers_held_to_a_grammar_change_nothing(engine: DeviceEngine, overlap: bool) -> None:
+    limits = engine.limits
+    grammars = RemainderGrammars(limits.vocab_size, limits.eos_token_ids[0])
+    every = [
+        gated(18, max_tokens=30, temperature=0, logprobs=2),
+        gated(40, max_tokens=25, seed=4, n=3, repetition_penalty=1.4, frequency_penalty=0.5),
+        SamplingParams(max_tokens=30, temperature=0.9, seed=2, ignore_eos=True),
+        gated(15, max_tokens=30, seed=5, min_tokens=15, allowed_token_ids=list(range(1, 80)), top_k=9),
+    ]
+    requests = [(list(range(7 + number, 30, 2)), params) for number, params in enumerate(every)]
+    plain = serve(HostLoop(engine, overlap=False, grammars=grammars), requests)
+    texts = [p + list(s.token_ids) for (p, _), o in zip(requests, plain, strict=True) for s in o.outputs]
+    speculation = Speculation(drafter=foreseeing(texts, 90), max_drafts=MAX_DRAFTS, adaptive=False)
+    outputs = serve(HostLoop(engine, overlap=overlap, grammars=grammars, speculation=speculation), requests)
+    assert list(facts(outputs)) == list(facts(plain))
+    assert all(output.drafts.num_accepted > 0 for output in outputs)
+    assert [output.outputs[0].finish_reason for output in outputs] == ["stop", "length", "length", "stop"]
     assert engine.compiles_after_ready == 0
 
 
