@@ -125,7 +125,7 @@ class GrammarGates:
         matcher = self._matchers[request].copy()
         masks = self._ahead[request] = []
         for token in tokens:
-            if not mask[token >> 5] >> (token & 31) & 1:
+            if token < 0 or not mask[token >> 5] >> (token & 31) & 1:  # What the engine guesses is not known.
                 break
             try:
                 matcher.accept(token)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from jaxserve.config import KvFormat
 from jaxserve.quantization import RECIPES
-from jaxserve.speculation import SPECULATIVE
+from jaxserve.speculation import SPECULATIVE_HELP, read_speculative
 
 if TYPE_CHECKING:
     from jaxserve.opened_model import EngineSettings
@@ -105,7 +105,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", default="auto", choices=["auto", "float32", "bfloat16"], help="of weights and activations")
     add("--quantize", choices=RECIPES, help="number formats of the weights (default: their own, or --dtype)")
     add("--kv-format", default="auto", choices=["auto", *get_args(KvFormat)], help="of the KV pool")
-    add("--speculative", choices=SPECULATIVE, help="draft answers, ngram: as their own text went on before")
+    add("--speculative", type=parse_speculative, metavar="HOW", help=f"draft answers, {SPECULATIVE_HELP}")
     add("--deterministic", action="store_true", help="numerics that do not depend on how work is batched")
 
 
@@ -113,6 +113,15 @@ def read_engine_settings(args: argparse.Namespace, *, num_slots: int) -> EngineS
     """Keyword arguments for an engine of so many sequences; few slots compile few shapes and start fast."""
     settings: Any = {name: getattr(args, name) for name in _ENGINE_ARGUMENTS} | {"num_slots": num_slots}
     return settings
+
+
+def parse_speculative(text: str) -> str:
+    """The name of what drafts."""
+    try:
+        read_speculative(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
 
 
 def parse_size(text: str) -> int:

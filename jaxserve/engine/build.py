@@ -20,7 +20,7 @@ from jaxserve.engine.programs import compile_programs
 from jaxserve.engine.state import MAX_EOS_IDS
 from jaxserve.model.transformer import LayerLoop, Params
 from jaxserve.quantization import RECIPES, recipe_named, recipe_of_label
-from jaxserve.speculation import DEFAULT_MAX_DRAFTS, SPECULATIVE, Speculative
+from jaxserve.speculation import DEFAULT_MAX_DRAFTS, read_speculative
 from jaxserve.weights import AnyCheckpoint, Checkpoint, cache_home
 from pallas_kernels import native
 from pallas_kernels.dispatch import Target, default_target
@@ -43,7 +43,6 @@ _CHOICES = {
     "quantize": (None, *RECIPES),
     "kv_format": ("auto", *get_args(KvFormat)),
     "logprobs_mode": ("raw", "processed"),
-    "speculative": (None, *SPECULATIVE),
 }
 
 
@@ -82,9 +81,9 @@ class EngineOptions:
     max_iterations: int = 1
     """Tokens of each sequence that one decode step may compute while no one waits; above 1 decode steps are
     compiled twice."""
-    speculative: Speculative | None = None
-    """What drafts answers, for a step to verify several tokens at once; answers are the same. None drafts
-    nothing."""
+    speculative: str | None = None
+    """What drafts answers, for a step to verify several tokens at once; answers are the same. "ngram": their
+    own text; "skip:N": the model's first N layers; None drafts nothing."""
     max_drafts: int = DEFAULT_MAX_DRAFTS
     """Most drafts of an answer in a step."""
 
@@ -97,6 +96,11 @@ class EngineOptions:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} {value!r} is not a whole number from 1 up")
+        if self.speculative is not None:
+            try:
+                read_speculative(self.speculative)
+            except ValueError as error:
+                raise ValueError(f"speculative {error}") from error
         for name, known in _CHOICES.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} {getattr(self, name)!r} is not one of {', '.join(map(str, known))}")
@@ -200,6 +204,7 @@ def resolve_config(
         context_block=max(128, page_size),
         max_iterations=options.max_iterations,
         max_drafts=options.max_drafts if options.speculative else 0,
+        draft_layers=_resolve_draft_layers(options, model),
         verify_rows=_verify_rows(options, num_slots),
         moves_pages=options.host_kv_memory is not None,
     )
@@ -221,6 +226,17 @@ def _lowest_chunk(options: EngineOptions, num_slots: int) -> int:
         return SHAPE_INVARIANT_ROWS
     # Every rung is a program to compile or read: with few sequences, starting fast matters more.
     return 16 if num_slots > FEW_SLOTS else 64
+
+
+def _resolve_draft_layers(options: EngineOptions, model: ModelConfig) -> int:
+    """Layers that draft in the engine. Raises ValueError for more than all but the last."""
+    num_layers = read_speculative(options.speculative).draft_layers if options.speculative else 0
+    if num_layers >= model.num_layers:
+        raise ValueError(
+            f"speculative {options.speculative!r}: the model has {model.num_layers} layers, of which 1 to "
+            f"{model.num_layers - 1} can draft"
+        )
+    return num_layers
 
 
 def _verify_rows(options: EngineOptions, num_slots: int) -> tuple[int, ...]:

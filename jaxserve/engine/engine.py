@@ -73,6 +73,7 @@ class DeviceEngine:
             copies_pages=True,
             max_iterations=config.max_iterations if decode_shapes(config) else 1,
             max_drafts=config.max_drafts,
+            drafts_itself=config.draft_layers > 0,
         )
 
     def load_slot(self, load: SlotLoad) -> None:

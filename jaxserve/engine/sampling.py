@@ -112,11 +112,7 @@ def sample(
         logprobs_mode: whether they are of the model or of the distribution sampled from.
         mesh: what the vocabulary is cut over, if anything.
     """
-    adjusted_RV = adjust_logits(logits_RV, rows, state)
-    if mesh is not None:  # Left to itself, the partitioner gathers them whole around the conditions below.
-        cut = named_sharding(adjusted_RV.shape, (None, "vocab"), mesh)
-        adjusted_RV = jax.lax.with_sharding_constraint(adjusted_RV, cut)
-    drawn_R = jax.lax.cond(jnp.any(rows.temperature > 0.0), draw, lambda x, _: _argmax(x), adjusted_RV, rows)
+    drawn_R, adjusted_RV = choose(logits_RV, rows, state, mesh)
     token_R = jnp.where(next_known_R >= 0, next_known_R, drawn_R)
 
     def report() -> Sampled:
@@ -129,6 +125,18 @@ def sample(
         return Sampled(token_R, zero.astype(jnp.float32), zero, zeros, zeros.astype(jnp.float32))
 
     return jax.lax.cond(jnp.any(rows.wants_logprobs), report, skip)
+
+
+def choose(
+    logits_RV: jax.Array, rows: SamplingRows, state: DeviceState, mesh: Mesh | None
+) -> tuple[jax.Array, jax.Array]:
+    """[R] a token for each row, and the logits [R, V] that it was chosen by; arguments as of `sample`."""
+    adjusted_RV = adjust_logits(logits_RV, rows, state)
+    if mesh is not None:  # Left to itself, the partitioner gathers them whole around the condition below.
+        cut = named_sharding(adjusted_RV.shape, (None, "vocab"), mesh)
+        adjusted_RV = jax.lax.with_sharding_constraint(adjusted_RV, cut)
+    drawn_R = jax.lax.cond(jnp.any(rows.temperature > 0.0), draw, lambda x, _: _argmax(x), adjusted_RV, rows)
+    return drawn_R, adjusted_RV
 
 
 def adjust_logits(logits_RV: jax.Array, rows: SamplingRows, state: DeviceState) -> jax.Array:

@@ -64,11 +64,13 @@ class Drafting:
     def __init__(
         self, speculation: Speculation, limits: EngineLimits, table: SlotTable, pages: RunningPages
     ) -> None:
-        """Raises ValueError for more drafts than the engine's steps take."""
+        """Raises ValueError for more drafts than the engine's steps take, or if it is to draft and cannot."""
         if speculation.max_drafts > limits.max_drafts:
             raise ValueError(
                 f"max_drafts {speculation.max_drafts}: the engine verifies at most {limits.max_drafts}"
             )
+        if speculation.in_engine and not limits.drafts_itself:
+            raise ValueError(f"speculation {speculation.name!r}: the engine does not draft itself")
         self._speculation = speculation
         self._table = table
         self._pages = pages
@@ -125,7 +127,8 @@ class Drafting:
 
     def observe(self, step: ScheduledStep, seconds: float) -> None:
         """A step has been collected so long after the one before, and is about to be committed."""
-        self._pace.observe(step, 0, seconds)
+        drafted_inside = self._speculation.in_engine and step.num_drafts is not None
+        self._pace.observe(step, int(step.num_drafts.max()) if drafted_inside else 0, seconds)
 
     def forget(self, request: Request) -> None:
         """The request has ended."""
@@ -162,10 +165,10 @@ class Drafting:
 
     def _choose(self, proposals: list[_Proposal], step: StepBuilder) -> IntArray:
         """How much of each proposal to verify."""
-        num_decoding = len(step.decoding)
+        num_decoding, in_engine = len(step.decoding), self._speculation.in_engine
 
         def seconds(num_drafts: int, longest: int) -> float:
-            return self._pace.seconds(num_decoding, num_drafts, 0)
+            return self._pace.seconds(num_decoding, num_drafts, longest if in_engine else 0)
 
         return worthwhile_counts(
             [self._rate(one.follower) for one in proposals],

@@ -15,10 +15,11 @@ from jaxserve.loop import HostLoop
 from jaxserve.outputs import RequestOutput
 from jaxserve.plan import SamplingParams, SequencePlan, SlotLoad, StepPlan, StepShape
 from jaxserve.scheduling import CacheIdentity
-from jaxserve.speculation import Drafter, NgramDrafter, Speculation
+from jaxserve.speculation import Drafter, EngineDrafter, NgramDrafter, Speculation
 from tests.drafters import foreseeing
 from tests.engine.models import serve, small_engine
 from tests.oracle.tiny_models import write_tiny_model
+from tests.policies import UNFORESEEN
 from tests.remainder_grammars import RemainderGrammars, gated
 
 Case = tuple[list[int], SamplingParams]
@@ -168,6 +169,46 @@ def test_drafts_are_accepted_while_they_agree(engine: DeviceEngine, expected: li
         plan = StepPlan.of([SequencePlan(1, rows, rows)], (), engine.limits.fit(rows, 1, rows, False))
         plan = replace(plan, drafts=np.array([-1, *drafts], np.int32))
         assert engine.collect(engine.dispatch(plan)).tokens.tolist() == tokens
+
+
+@pytest.mark.parametrize(
+    ("family", "num_layers", "kv_format"), [("qwen3", 1, "float32"), ("gemma3", 5, "int8")]
+)
+def test_drafts_by_the_first_layers_change_nothing_to_the_bit(
+    family: str, num_layers: int, kv_format: str, tmp_path: Path
+) -> None:
+    """Alone, in batches, with prefixes kept and pages so few that some are preempted."""
+    engine = small_engine(
+        write_tiny_model(family, tmp_path),
+        deterministic=True,
+        chunk_rows=(16, 64),
+        max_drafts=3,
+        draft_layers=num_layers,
+        kv_format=kv_format,
+        num_pages=14,
+    )
+    requests = cases() * 2
+    plain = serve(HostLoop(engine, overlap=False), requests, together=False)
+    loop = HostLoop(
+        engine,
+        max_chunk=24,
+        policy=UNFORESEEN,
+        cache=CacheIdentity(model="tiny", kv_format=kv_format),
+        speculation=Speculation(drafter=EngineDrafter, max_drafts=3, adaptive=False, name="skip"),
+    )
+    outputs = serve(loop, requests)
+    assert list(facts(outputs)) == list(facts(plain))
+    assert sum(output.metrics.num_preemptions for output in outputs) > 0
+    drafted = loop.snapshot().speculation
+    assert drafted is not None
+    assert 0 < drafted.num_accepted < drafted.num_drafted
+    assert engine.compiles_after_ready == 0
+
+
+def test_an_engine_that_does_not_draft_is_not_asked_to(engine: DeviceEngine) -> None:
+    speculation = Speculation(drafter=EngineDrafter, max_drafts=2, name="skip:3")
+    with pytest.raises(ValueError, match="speculation 'skip:3': the engine does not draft itself"):
+        HostLoop(engine, speculation=speculation)
 
 
 def test_a_shape_without_drafts_takes_none() -> None:
