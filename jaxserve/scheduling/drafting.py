@@ -127,8 +127,10 @@ class Drafting:
 
     def observe(self, step: ScheduledStep, seconds: float) -> None:
         """A step has been collected so long after the one before, and is about to be committed."""
-        drafted_inside = self._speculation.in_engine and step.num_drafts is not None
-        self._pace.observe(step, int(step.num_drafts.max()) if drafted_inside else 0, seconds)
+        num_rounds = 0
+        if self._speculation.in_engine and step.num_drafts is not None:
+            num_rounds = int(step.num_drafts.max())
+        self._pace.observe(step, num_rounds, seconds)
 
     def forget(self, request: Request) -> None:
         """The request has ended."""
@@ -166,15 +168,18 @@ class Drafting:
     def _choose(self, proposals: list[_Proposal], step: StepBuilder) -> IntArray:
         """How much of each proposal to verify."""
         num_decoding, in_engine = len(step.decoding), self._speculation.in_engine
+        adapts = self._speculation.adaptive
 
         def seconds(num_drafts: int, longest: int) -> float:
+            if not adapts:
+                return 1.0
             return self._pace.seconds(num_decoding, num_drafts, longest if in_engine else 0)
 
         return worthwhile_counts(
             [self._rate(one.follower) for one in proposals],
             [len(one.tokens) for one in proposals],
             step.num_spare,
-            seconds if self._speculation.adaptive else lambda *_: 1.0,
+            seconds,
             num_decoding=num_decoding,
         )
 
