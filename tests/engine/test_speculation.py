@@ -198,7 +198,8 @@ def test_drafts_by_the_first_layers_change_nothing_to_the_bit(
     )
     outputs = serve(loop, requests)
     assert list(facts(outputs)) == list(facts(plain))
-    assert sum(output.metrics.num_preemptions for output in outputs) > 0
+    if family == "qwen3":  # The other's windows give pages back.
+        assert sum(output.metrics.num_preemptions for output in outputs) > 0
     drafted = loop.snapshot().speculation
     assert drafted is not None
     assert 0 < drafted.num_accepted < drafted.num_drafted
