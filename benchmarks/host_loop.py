@@ -48,7 +48,7 @@ class TimedEngine:
     def load_slot(self, load: SlotLoad) -> None:
         pass
 
-    def load_masks(self, slots: np.ndarray, masks: np.ndarray) -> None:
+    def load_masks(self, slots: np.ndarray, masks: np.ndarray, ahead: np.ndarray | None = None) -> None:
         pass
 
     def dispatch(self, plan: StepPlan) -> StepHandle:

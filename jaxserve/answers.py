@@ -16,6 +16,7 @@ from jaxserve.outputs import (
 )
 from jaxserve.plan import SamplingParams, StepResult
 from jaxserve.scheduling import Request, RequestState, ScoredRows, Submission, Ticket
+from jaxserve.scheduling.draft_tally import DraftTally
 
 
 class AnswerTextProtocol(Protocol):
@@ -201,6 +202,7 @@ class OpenRequest:
                 num_preemptions=sum(max(0, request.num_admissions - 1) for request in requests),
             ),
             num_cached_tokens=submission.num_cached,
+            drafts=DraftTally.total(request.drafts for request in requests),
         )
 
     def _read_logprobs(self, token: int, result: StepResult, row: int, num_top: int) -> TokenLogprobs:

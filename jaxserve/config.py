@@ -202,6 +202,8 @@ class EngineConfig:
     """Tokens of each sequence that one decode step may compute; above 1 each rung has a second program."""
     max_drafts: int = 0
     """Most drafts of a sequence that one step may verify."""
+    draft_layers: int = 0
+    """Layers of the model whose hidden states the engine drafts from; 0 leaves drafting to the host."""
     verify_rows: tuple[int, ...] = ()
     """Rungs below `chunk_rows`, for steps with few drafts."""
     moves_pages: bool = False
@@ -217,6 +219,11 @@ class EngineConfig:
                 raise ValueError(f"{name} {rungs} is not a rising ladder of positive sizes")
         if self.max_drafts < 0:
             raise ValueError(f"max_drafts {self.max_drafts} is negative")
+        most_layers = self.model.num_layers - 1 if self.max_drafts else 0
+        if not 0 <= self.draft_layers <= most_layers:
+            raise ValueError(
+                f"draft_layers {self.draft_layers} is out of range: it must be 0 to {most_layers}"
+            )
         below = (*self.verify_rows, self.chunk_rows[0])
         if list(below) != sorted(set(below)) or below[0] < 1:
             raise ValueError(f"verify_rows {self.verify_rows} do not rise to chunk_rows {self.chunk_rows}")

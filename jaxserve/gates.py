@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxserve.plan import Grammar, SamplingParams, SlotLoad, StepEngine
-from jaxserve.scheduling import Request, Scheduler, Submission
+from jaxserve.scheduling import Request, ScheduledStep, Scheduler, Submission
 
 MaskWords = npt.NDArray[np.uint32]
 
@@ -69,9 +69,14 @@ class GrammarGates:
         self._matchers: dict[Request, TokenMatcher] = {}
         self._masks: dict[Request, MaskWords] = {}
         """For each the tokens that it may sample next; absent while that is worked out."""
-        self._seen: list[tuple[Request, TokenMatcher, int]] = []
+        self._ahead: dict[Request, list[MaskWords]] = {}
+        """For those that may verify drafts in the step being planned the tokens that may come after each."""
+        self._seen: dict[Request, list[int]] = {}
+        """Tokens that have been sampled since the worker was last told."""
         self._batches: list[Future[list[tuple[Request, MaskWords | str]]]] = []
         self._worker: ThreadPoolExecutor | None = None
+        if scheduler.drafting is not None:
+            scheduler.drafting.trim = self.trim
 
     @property
     def pending(self) -> bool:
@@ -105,18 +110,51 @@ class GrammarGates:
 
     def close(self, request: Request) -> None:
         """A request has ended."""
-        self._matchers.pop(request, None)
-        self._masks.pop(request, None)
+        for of_request in (self._matchers, self._masks, self._ahead, self._seen):
+            of_request.pop(request, None)
 
     def dress(self, load: SlotLoad, request: Request) -> SlotLoad:
         """A gated request's load with the mask of its next token."""
         return replace(load, mask=self._masks[request]) if request in self._masks else load
 
+    def trim(self, request: Request, tokens: list[int]) -> list[int]:
+        """As many of a gated request's drafts as its grammar lets come one after another."""
+        mask = self._masks.get(request)
+        if mask is None:
+            return []
+        matcher = self._matchers[request].copy()
+        masks = self._ahead[request] = []
+        for token in tokens:
+            if token < 0 or not mask[token >> 5] >> (token & 31) & 1:  # What the engine guesses is not known.
+                break
+            try:
+                matcher.accept(token)
+                mask = matcher.mask()
+            except ValueError:  # A dead end, for plain decoding to meet.
+                break
+            if not mask.any():
+                break
+            masks.append(mask)
+        return tokens[: len(masks)]
+
+    def mask_drafts(self, step: ScheduledStep) -> None:
+        """Before a step is dispatched: what may come after each draft of those that are gated."""
+        if step.num_drafts is not None and self._ahead:
+            slots, ahead, masks = [], [], []
+            for request, num_drafts in zip(step.cohort.requests, step.num_drafts.tolist(), strict=True):
+                walked = self._ahead.get(request, [])[:num_drafts]
+                slots += [request.slot] * len(walked)
+                ahead += range(1, 1 + len(walked))
+                masks += walked
+            if slots:
+                self._engine.load_masks(np.array(slots, np.int32), np.stack(masks), np.array(ahead, np.int32))
+        self._ahead.clear()
+
     def see(self, request: Request, token: int) -> None:
-        """A gated request that goes on has sampled a token."""
+        """A gated request that goes on has sampled a token; after accepted drafts there are several."""
         request.held = True
-        del self._masks[request]
-        self._seen.append((request, self._matchers[request], token))
+        self._masks.pop(request, None)
+        self._seen.setdefault(request, []).append(token)
 
     def work(self) -> None:
         """Begin to work out the masks after the tokens seen since the last call."""
@@ -124,8 +162,9 @@ class GrammarGates:
             return
         if self._worker is None:
             self._worker = ThreadPoolExecutor(1, "jaxserve-grammars")
-        self._batches.append(self._worker.submit(_follow, self._seen))
-        self._seen = []
+        seen = [(request, self._matchers[request], tokens) for request, tokens in self._seen.items()]
+        self._batches.append(self._worker.submit(_follow, seen))
+        self._seen = {}
 
     def release(self, *, wait: bool = False) -> list[Refusal]:
         """Let those go on whose masks are ready; return those that cannot. `wait`: until one batch is."""
@@ -154,12 +193,13 @@ class GrammarGates:
             self._worker.shutdown(wait=False, cancel_futures=True)
 
 
-def _follow(seen: list[tuple[Request, TokenMatcher, int]]) -> list[tuple[Request, MaskWords | str]]:
-    """For each request the mask after its token, or why there is none."""
+def _follow(seen: list[tuple[Request, TokenMatcher, list[int]]]) -> list[tuple[Request, MaskWords | str]]:
+    """For each request the mask after its tokens, or why there is none."""
     masks: list[tuple[Request, MaskWords | str]] = []
-    for request, matcher, token in seen:
+    for request, matcher, tokens in seen:
         try:
-            matcher.accept(token)
+            for token in tokens:
+                matcher.accept(token)
             masks.append((request, matcher.mask()))
         except ValueError as error:
             masks.append((request, str(error)))

@@ -73,8 +73,9 @@ class LLM:
                 (tokens), `kv_memory` (bytes), `host_kv_memory` (bytes for pages that the KV pool has no
                 room for), `num_pages`,
                 `max_chunk` (token rows of the largest step), `deterministic`, `logprobs_mode`,
-                `max_logprobs`, `speculative` ("ngram" drafts answers by looking them up in their own text;
-                answers are the same either way), `max_drafts` (tokens of an answer in a step).
+                `max_logprobs`, `speculative` ("ngram" drafts answers by looking them up in their own text,
+                "skip:N" by the model's first N layers; answers are the same either way), `max_drafts`
+                (tokens of an answer in a step).
 
         Raises:
             TypeError: an argument that does not exist.

@@ -325,6 +325,7 @@ class HostLoop:
                 self._counts.add_step(step.plan.num_rows)
             self._stages.enter("deliver")
             self._answers.deliver(arrivals, result)
+        self._gates.work()
 
     def _time_step(self, step: ScheduledStep, dispatched_at: float) -> None:
         """Tell the scheduler how long a step took, since its dispatch or the end of the one before."""
@@ -360,6 +361,7 @@ class HostLoop:
             for load, request in zip(step.loads, step.admitted, strict=True):
                 self._engine.load_slot(self._gates.dress(load, request))
                 self._answers.at(request).mark_scheduled(now)
+        self._gates.mask_drafts(step)
         self._stages.enter("dispatch")
         self._in_flight.append((step, self._engine.dispatch(step.plan), now))
         return True

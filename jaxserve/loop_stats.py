@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from jaxserve.scheduling.drafting import SpeculationStatistics
+from jaxserve.scheduling.draft_tally import SpeculationStatistics
 from jaxserve.scheduling.newcomers import Hurdle
 from jaxserve.scheduling.page_swap import SwapStatistics
 from jaxserve.scheduling.prefix_tree import PrefixStatistics

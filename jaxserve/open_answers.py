@@ -66,7 +66,6 @@ class OpenAnswers:
             elif request.gated:
                 self._gates.see(request, token)
             self._deltas.append(delta)
-        self._gates.work()
 
     def pass_gates(self, *, wait: bool = False) -> None:
         """Let gated requests go on whose masks are ready, and end those that cannot."""

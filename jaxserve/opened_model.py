@@ -18,7 +18,7 @@ from jaxserve.plan import EngineLimits, Grammar, SamplingParams, StepEngine
 from jaxserve.progress import StageBars
 from jaxserve.scheduling import DEFAULT_POLICY, AdmissionGate, CacheIdentity, SchedulerPolicy
 from jaxserve.scheduling.page_swap import PageSwap
-from jaxserve.speculation import Speculation, Speculative, named_speculation
+from jaxserve.speculation import Speculation, named_speculation
 from jaxserve.structured import CompiledGrammar, GrammarCompiler
 from jaxserve.text import AnswerText, Tokenizer
 from jaxserve.weights import AnyCheckpoint, open_any_checkpoint, resolve_model
@@ -46,7 +46,7 @@ class EngineSettings(TypedDict, total=False):
     logprobs_mode: LogprobsMode
     max_logprobs: int
     max_iterations: int
-    speculative: Speculative | None
+    speculative: str | None
     max_drafts: int
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from jaxserve.scheduling.draft_tally import DraftTally
 from jaxserve.scheduling.request import FinishReason
 
 
@@ -86,6 +87,8 @@ class RequestOutput:
     metrics: RequestMetrics
     num_cached_tokens: int = 0
     """Prompt tokens whose keys and values were found in the prefix cache when it first started."""
+    drafts: DraftTally = field(default_factory=DraftTally)
+    """What drafting has brought its samples; all zero where nothing drafts."""
     finished: bool = True
 
 

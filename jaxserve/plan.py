@@ -21,6 +21,8 @@ FloatArray = npt.NDArray[np.float32]
 MAX_BIASES = 512
 MAX_STOP_IDS = 32
 MAX_SEED = 2**63 - 1
+ENGINE_DRAFT = -2
+"""In place of a draft's token: the engine guesses it itself, where its limits say that it can."""
 
 GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "ebnf"]
 
@@ -213,7 +215,8 @@ class StepPlan:
     """How many tokens each sequence computes one after another, in a step of a decode shape. Pages must be
     granted for all of them, up to what the slot's `max_known` leaves."""
     drafts: IntArray | None = None
-    """[logit rows] the token of each that is a draft, -1 for the others; None in a step without any.
+    """[logit rows] the token of each that is a draft, or ENGINE_DRAFT; -1 for the others; None in a step
+    without any.
 
     A sequence's drafts are the last of its rows, after its last known token's, whose logits are asked for
     too. Each is sampled after as if it were known, and is so, and its row computed, while it is what was
@@ -308,6 +311,8 @@ class EngineLimits:
     """Most iterations of a step of a decode shape."""
     max_drafts: int = 0
     """Most drafts of a sequence in a step, of a chunk shape."""
+    drafts_itself: bool = False
+    """Whether it can guess drafts itself."""
 
     @property
     def longest_lag(self) -> int:
@@ -362,12 +367,20 @@ class StepEngine(Protocol):
         """Fill a slot before the first step that uses it. Asynchronous, in order with dispatches."""
         ...
 
-    def load_masks(self, slots: IntArray, masks: npt.NDArray[np.uint32]) -> None:
-        """From the next dispatch on these slots, each once, sample only these tokens.
+    def load_masks(
+        self, slots: IntArray, masks: npt.NDArray[np.uint32], ahead: IntArray | None = None
+    ) -> None:
+        """From the next dispatch on these slots sample only these tokens.
 
-        masks: [S, ceil(V / 32)] a bit for each token, the lowest first (`pack_token_ids`). What a request's
-        own allowed and bad token ids withhold stays withheld; its min_tokens yields where only its end may
-        come. A slot's next load ends its mask. Asynchronous, in order with dispatches.
+        Args:
+            slots: [S], each once, or once for each of `ahead`.
+            masks: [S, ceil(V / 32)] a bit for each token, the lowest first (`pack_token_ids`). What a
+                request's own allowed and bad token ids withhold stays withheld; its min_tokens yields where
+                only its end may come. A slot's next load ends its mask.
+            ahead: [S] after how many of the slot's drafts the mask holds, up to `max_drafts`; by default
+                after none. Whoever lets a slot with masks verify drafts gives one for each of its rows.
+
+        Asynchronous, in order with dispatches.
         """
         ...
 

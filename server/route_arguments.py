@@ -8,8 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxserve.commands.options import parse_size, recipe_name
-from jaxserve.speculation import SPECULATIVE
+from jaxserve.commands.options import parse_size, parse_speculative, recipe_name
 
 if TYPE_CHECKING:
     from jaxserve.scheduling import SchedulerPolicy
@@ -167,7 +166,7 @@ _KEYS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "max_model_len": ("max_model_len", _whole),
     "max_chunk": ("max_chunk", _whole),
     "deterministic": ("deterministic", _flag),
-    "speculative": ("speculative", _optional(_named("none", *SPECULATIVE))),
+    "speculative": ("speculative", lambda text: None if text == "none" else parse_speculative(text)),
     "max_waiting": ("max_waiting", _whole),
     "policy": ("policy_file", lambda text: Path(_name(text))),
     "prefix_cache": ("prefix_cache", _flag),

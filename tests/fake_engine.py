@@ -146,14 +146,18 @@ class FakeEngine:
             load.eos_token_ids,
             domain,
             1 << 30 if load.max_known is None else load.max_known,
-            None if load.mask is None else unpack_mask(load.mask),
+            {} if load.mask is None else {0: unpack_mask(load.mask)},
         )
         self.loads.append(load)
 
-    def load_masks(self, slots: IntArray, masks: npt.NDArray[np.uint32]) -> None:
-        for slot, mask in zip(slots.tolist(), masks, strict=True):
+    def load_masks(
+        self, slots: IntArray, masks: npt.NDArray[np.uint32], ahead: IntArray | None = None
+    ) -> None:
+        places = [0] * len(slots) if ahead is None else ahead.tolist()
+        for slot, place, mask in zip(slots.tolist(), places, masks, strict=True):
             _require(slot in self._slots, f"slot {slot} was never filled")
-            self._slots[slot].mask = unpack_mask(mask)
+            _require(0 <= place <= self._limits.max_drafts, f"a mask after {place} drafts")
+            self._slots[slot].masks[place] = unpack_mask(mask)
 
     def dispatch(self, plan: StepPlan) -> StepHandle:
         self._check_shape(plan)
@@ -244,7 +248,6 @@ class FakeEngine:
             _require(len(drafts) <= self._limits.max_drafts, f"{len(drafts)} drafts")
             _require(part.num_tokens == part.num_logit_rows == 1 + len(drafts), "a row for each draft")
             _require(len(sequence.tokens) + len(drafts) < sequence.max_known, "drafts beyond the longest")
-            _require(sequence.params.grammar is None, "drafts of a gated sequence")
             return
         _require(1 <= part.num_tokens <= todo, f"{part.num_tokens} rows of {todo} uncomputed tokens")
         _require(part.num_logit_rows in (1, part.num_tokens), "logits for the last row, or for all")
@@ -315,10 +318,8 @@ class FakeEngine:
         rows: list[tuple[int, int, int]] = []
         for position in range(end - part.num_logit_rows, end):
             if position == len(sequence.tokens) - 1:
-                gated = sequence.params.grammar is not None
-                _require(gated == (sequence.mask is not None), "a gated sequence has a mask for every token")
-                token = sample(sequence, position, self._limits.vocab_size, sequence.mask)
-                sequence.mask = None
+                token = sample(sequence, position, self._limits.vocab_size, self._mask(sequence, 0))
+                sequence.masks.clear()
                 sequence.append(token)
             rows.append((sequence.tokens[position + 1], position, sequence.histories[position]))
         sequence.num_computed = end
@@ -328,15 +329,23 @@ class FakeEngine:
         """The same where the last tokens are drafts; nothing (-1) after the first that is wrong."""
         num_known = len(sequence.tokens) - num_drafts
         rows: list[tuple[int, int, int]] = []
-        for position in range(num_known - 1, len(sequence.tokens)):
-            token = sample(sequence, position, self._limits.vocab_size)
+        for place, position in enumerate(range(num_known - 1, len(sequence.tokens))):
+            mask = self._mask(sequence, place)
+            token = sample(sequence, position, self._limits.vocab_size, mask)
             rows.append((token, position, sequence.histories[position]))
             if sequence.tokens[position + 1 : position + 2] != [token]:
                 sequence.cut(position + 1)
                 sequence.append(token)
                 break
         sequence.num_computed += len(rows)
+        sequence.masks.clear()
         return rows + [(-1, 0, 0)] * (1 + num_drafts - len(rows))
+
+    def _mask(self, sequence: FakeSequence, place: int) -> list[int] | None:
+        """What may be sampled after so many drafts; None where all may."""
+        gated = sequence.params.grammar is not None
+        _require(gated == (place in sequence.masks), "a gated sequence has a mask for every token")
+        return sequence.masks.get(place)
 
     def _iterate(self, part: SequencePlan, written: set[tuple[int, int]]) -> list[tuple[int, int, int]]:
         """One more token of a sequence that decodes, unless it has met its end; then nothing (-1)."""

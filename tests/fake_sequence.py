@@ -38,8 +38,8 @@ class FakeSequence:
     eos_token_ids: tuple[int, ...]
     domain: Hashable = None
     max_known: int = 1 << 30
-    mask: list[int] | None = None
-    """Token ids that may be sampled next, of a gated sequence: good for one token."""
+    masks: dict[int, list[int]] = field(default_factory=dict)
+    """Token ids that may be sampled after so many drafts, of a gated sequence: good for one step."""
     histories: list[int] = field(default_factory=list)
     """For each known token a digest of all tokens up to it."""
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import replace
 
-import numpy as np
-import numpy.typing as npt
 import pytest
 
 from jaxserve.loop import HostLoop
@@ -15,72 +14,31 @@ from jaxserve.speculation import Drafter, Speculation
 from tests.drafters import foreseeing
 from tests.fake_engine import FakeEngine, make_limits
 from tests.fake_sequence import FakeSequence, expected_answer, sample
+from tests.remainder_grammars import RemainderGrammars, gated
 
 LIMITS = make_limits(num_slots=4)
 EOS = LIMITS.eos_token_ids[0]
-
-
-class RemainderMatcher:
-    """After a token t comes one that leaves the remainder t mod 5; after `length` tokens, only the end."""
-
-    def __init__(self, length: int, end_ids: Sequence[int]) -> None:
-        self._length = length
-        self._end_ids = end_ids
-        self._remainder = 0
-        self._num_tokens = 0
-
-    def accept(self, token_id: int) -> None:
-        assert token_id in self._allowed(), f"token {token_id} was not in the mask"
-        self._num_tokens += 1
-        self._remainder = token_id % 5
-        if self._length < 0 and self._num_tokens == -self._length:
-            raise ValueError("a dead end")
-
-    def mask(self) -> npt.NDArray[np.uint32]:
-        bits = np.zeros(-(-LIMITS.vocab_size // 32) * 32, np.bool_)
-        bits[self._allowed()] = True
-        return np.packbits(bits, bitorder="little").view(np.uint32)
-
-    def copy(self) -> RemainderMatcher:
-        return RemainderMatcher(self._length, self._end_ids)
-
-    def _allowed(self) -> list[int]:
-        if self._num_tokens == self._length:
-            return list(self._end_ids)
-        return [t for t in range(LIMITS.vocab_size) if t % 5 == self._remainder and t != EOS]
-
-
-class RemainderGrammars:
-    """Grammars whose text is a length; a negative one leads nowhere."""
-
-    def __init__(self) -> None:
-        self._length = 0
-
-    def compile(self, grammar: Grammar) -> RemainderGrammars:
-        compiled = RemainderGrammars()
-        compiled._length = int(grammar.text)
-        return compiled
-
-    def matcher(self, params: SamplingParams, eos_token_ids: Sequence[int] = ()) -> RemainderMatcher:
-        return RemainderMatcher(self._length, () if params.ignore_eos else eos_token_ids)
-
-
-def gated(length: int, **options: object) -> SamplingParams:
-    return SamplingParams(grammar=Grammar("regex", str(length)), **options)  # type: ignore[arg-type]
+GRAMMARS = RemainderGrammars(LIMITS.vocab_size, EOS)
 
 
 def expected(prompt: list[int], params: SamplingParams, sample_index: int = 0) -> list[int]:
     """The answer computed token by token."""
     assert params.grammar is not None
-    matcher = RemainderGrammars().compile(params.grammar).matcher(params, LIMITS.eos_token_ids)
+    matcher = GRAMMARS.compile(params.grammar).matcher(params, LIMITS.eos_token_ids)
     sequence = FakeSequence(list(prompt), len(prompt), 0, [], params, params.seed or 0, sample_index, (EOS,))
     while len(sequence.tokens) - len(prompt) < params.max_tokens:
-        token = sample(sequence, len(sequence.tokens) - 1, LIMITS.vocab_size, matcher._allowed())
+        token = sample(sequence, len(sequence.tokens) - 1, LIMITS.vocab_size, matcher.allowed())
         sequence.append(token)
         if token == EOS:
             break
         matcher.accept(token)
     return sequence.tokens[len(prompt) :]
+
+
+def answer_of(prompt: list[int], params: SamplingParams, sample_index: int = 0) -> list[int]:
+    if params.grammar is not None:
+        return expected(prompt, params, sample_index)
+    return expected_answer(LIMITS, prompt, params, params.seed or 0, sample_index)[0]
 
 
 def serve(
@@ -92,9 +50,7 @@ def serve(
 ) -> list[RequestOutput]:
     limits = make_limits(num_slots=4, num_pages=(num_pages,), max_drafts=4)
     speculation = drafter and Speculation(drafter=drafter, max_drafts=4, adaptive=False)
-    loop = HostLoop(
-        FakeEngine(limits), overlap=overlap, grammars=RemainderGrammars(), speculation=speculation
-    )
+    loop = HostLoop(FakeEngine(limits), overlap=overlap, grammars=GRAMMARS, speculation=speculation)
     for number, (prompt, params) in enumerate(cases):
         loop.add(str(number), prompt, params)
     outputs = {d.request_id: d.output for d in loop.run_until_idle() if d.output is not None}
@@ -116,25 +72,29 @@ def test_gated_answers_are_the_same_in_every_schedule(overlap: bool, num_pages: 
         ([4], gated(25, max_tokens=20, temperature=0)),
         ([5, 6], free),
     ]
-    texts = [p + expected_answer(LIMITS, p, params, params.seed or 0)[0] for p, params in cases]
+    texts = [
+        prompt + answer_of(prompt, params, index) for prompt, params in cases for index in range(params.n)
+    ]
     drafter = foreseeing(texts, LIMITS.vocab_size) if drafts else None
     outputs = serve(cases, overlap=overlap, num_pages=num_pages, drafter=drafter)
     if num_pages == 12:
         assert sum(output.metrics.num_preemptions for output in outputs) > 0
     for (prompt, params), output in zip(cases, outputs, strict=True):
         for answer in output.outputs:
-            if params.grammar is None:
-                tokens, _, _ = expected_answer(LIMITS, prompt, params, params.seed or 0, answer.index)
-            else:
-                tokens = expected(prompt, params, answer.index)
-            assert answer.token_ids == tokens
+            assert answer.token_ids == answer_of(prompt, params, answer.index)
+        assert (output.drafts.num_accepted > 0) == drafts
     reasons = [output.outputs[0].finish_reason for output in outputs]
     assert reasons == ["stop", "length", "stop", "length", "length"]
 
 
-def test_a_dead_end_ends_its_request_alone() -> None:
+@pytest.mark.parametrize("drafts", [False, True], ids=["", "drafts"])
+def test_a_dead_end_ends_its_request_alone(drafts: bool) -> None:
     other = SamplingParams(max_tokens=20, seed=3, ignore_eos=True)
-    dead, well = serve([([1, 2], gated(-4, max_tokens=30, seed=1)), ([3], other)], overlap=True)
+    blind = gated(-4, max_tokens=30, seed=1)
+    # Drafts that go on beyond where the grammar does.
+    texts = [[1, 2, *expected([1, 2], replace(blind, grammar=Grammar("regex", "30")))]]
+    drafter = foreseeing([*texts, [3, *answer_of([3], other)]], LIMITS.vocab_size) if drafts else None
+    dead, well = serve([([1, 2], blind), ([3], other)], overlap=True, drafter=drafter)
     (answer,) = dead.outputs
     assert (answer.finish_reason, answer.stop_reason) == ("error", "a dead end")
     assert len(answer.token_ids) == 4
@@ -148,7 +108,7 @@ def test_a_complete_text_that_no_token_can_end_ends_by_itself() -> None:
 
 
 def test_a_gated_request_that_is_aborted_leaves_nothing_behind() -> None:
-    loop = HostLoop(FakeEngine(LIMITS), grammars=RemainderGrammars())
+    loop = HostLoop(FakeEngine(LIMITS), grammars=GRAMMARS)
     for name in "abc":
         loop.add(name, [1, 2, 3], gated(50, max_tokens=60, seed=1))
     for steps in range(12):
@@ -168,7 +128,7 @@ def test_a_loop_without_grammars_refuses_them() -> None:
 
 
 def test_a_malformed_grammar_is_refused_when_it_is_added() -> None:
-    loop = HostLoop(FakeEngine(LIMITS), grammars=RemainderGrammars())
+    loop = HostLoop(FakeEngine(LIMITS), grammars=GRAMMARS)
     with pytest.raises(ValueError, match="invalid literal"):
         loop.add("a", [1], SamplingParams(grammar=Grammar("regex", "x")))
     assert loop.idle

@@ -19,12 +19,19 @@ ENDLESS = SamplingParams(max_tokens=400, ignore_eos=True, seed=1)
 
 
 class TimedEngine(FakeEngine):
-    """Steps take as long as they are told to, by their rows."""
+    """Steps take as long as they are told to, by their rows; one that begins when nothing is in flight takes
+    a `gap` longer."""
 
-    def __init__(self, limits: EngineLimits, seconds: Callable[[int], float]) -> None:
+    def __init__(self, limits: EngineLimits, seconds: Callable[[int], float], gap: float = 0.0) -> None:
         super().__init__(limits)
         self.now = 0.0
         self._seconds = seconds
+        self._gap = gap
+
+    def dispatch(self, plan: StepPlan) -> StepHandle:
+        if len(self.plans) == self.num_collected:
+            self.now += self._gap
+        return super().dispatch(plan)
 
     def collect(self, handle: StepHandle) -> StepResult:
         self.now += self._seconds(handle.plan.num_rows)
@@ -33,6 +40,8 @@ class TimedEngine(FakeEngine):
 
 class Knowing:
     """Drafts the answer itself, as far as is asked."""
+
+    grade = 0
 
     def __init__(self, text: Sequence[int]) -> None:
         self._text = text
@@ -64,9 +73,12 @@ def run(
 
 
 def seconds_taken(
-    seconds: Callable[[int], float], drafter: Callable[[], Drafter] | None, num_requests: int = 1
+    seconds: Callable[[int], float],
+    drafter: Callable[[], Drafter] | None,
+    num_requests: int = 1,
+    gap: float = 0.0,
 ) -> float:
-    engine = TimedEngine(LIMITS, seconds)
+    engine = TimedEngine(LIMITS, seconds, gap)
     requests = [([7 + number, 8, 9], ENDLESS) for number in range(num_requests)]
     _, outputs = run(engine, drafter, requests)
     for number, (prompt, params) in enumerate(requests):
@@ -128,17 +140,69 @@ def test_rows_that_cost_nothing_are_used() -> None:
         assert plain / drafting > 1.8
 
 
-@pytest.mark.parametrize("num_requests", [1, 3])
-def test_where_drafting_does_not_pay_it_costs_little(num_requests: int) -> None:
-    def dear(rows: int) -> float:
-        return float(rows)
+@pytest.mark.parametrize("num_requests", [1, 4])
+@pytest.mark.parametrize("gap", [0.0, 0.08])
+@pytest.mark.parametrize("price", [0.02, 0.1, 1.0])
+def test_where_drafting_does_not_pay_it_costs_little(price: float, gap: float, num_requests: int) -> None:
+    def seconds(rows: int) -> float:
+        return 1.0 + price * rows
 
-    texts = [[7 + n, 8, 9, *answer_of([7 + n, 8, 9], ENDLESS)] for n in range(3)]
-    plain = seconds_taken(dear, None, num_requests)
-    assert seconds_taken(dear, foreseeing(texts, 97), num_requests) < 1.05 * plain
-    # Wrong guesses never pay unless their rows are free.
-    wrong = seconds_taken(lambda rows: 1.0 + 0.1 * rows, foreseeing([], 97), num_requests)
-    assert wrong < 1.05 * seconds_taken(lambda rows: 1.0 + 0.1 * rows, None, num_requests)
+    plain = seconds_taken(seconds, None, num_requests, gap)
+    assert seconds_taken(seconds, lambda: Knowing(()), num_requests, gap) < 1.03 * plain
+    assert seconds_taken(seconds, foreseeing([], 97), num_requests, gap) < 1.03 * plain
+    if price == 1.0:  # Even right guesses do not pay then.
+        texts = [[7 + n, 8, 9, *answer_of([7 + n, 8, 9], ENDLESS)] for n in range(num_requests)]
+        assert seconds_taken(seconds, foreseeing(texts, 97), num_requests, gap) < 1.03 * plain
+
+
+def test_the_time_saved_is_that_of_the_plain_steps_spared() -> None:
+    prompt = [7, 8, 9]
+    text = prompt + answer_of(prompt, ENDLESS)
+    times = {1: 1.0, 5: 1.5}
+    engine = TimedEngine(LIMITS, lambda rows: times.get(rows, 1.2))
+    loop, outputs = run(engine, lambda: Knowing(text), [(prompt, ENDLESS)])
+    drafts, standing = outputs["0"].drafts, loop.snapshot().speculation
+    assert standing is not None
+    assert standing.state == "drafting"
+    # All 400 tokens but the first would have come with plain steps of 1.0 each.
+    assert drafts.seconds_saved == pytest.approx(399.0 - (engine.now - 1.2))
+    assert standing.seconds_saved == pytest.approx(drafts.seconds_saved)
+    assert drafts.num_drafted == drafts.num_accepted == standing.num_drafted > 250
+    assert drafts.accepted_length == standing.accepted_length > 4.0
+
+
+def test_samples_share_a_record_of_their_drafts() -> None:
+    prompt, params = [5, 6, 7], SamplingParams(n=3, max_tokens=40, ignore_eos=True, seed=3)
+    texts = [prompt + expected_answer(LIMITS, prompt, params, 3, index)[0] for index in range(3)]
+    loop, outputs = run(
+        TimedEngine(LIMITS, lambda rows: 1.0), foreseeing(texts, 97), [(prompt, params)], adaptive=False
+    )
+    drafts, standing = outputs["0"].drafts, loop.snapshot().speculation
+    assert standing is not None
+    counts = (drafts.num_verifications, drafts.num_drafted, drafts.num_accepted)
+    assert counts == (standing.num_verifications, standing.num_drafted, standing.num_accepted)
+    assert drafts.num_accepted > 0
+
+
+@pytest.mark.parametrize(
+    ("drafter", "state"),
+    [(lambda: Knowing(()), "no_drafts"), (foreseeing([], 97), "does_not_pay")],
+    ids=["no drafts", "wrong ones"],
+)
+def test_why_drafting_rests_is_said(drafter: Callable[[], Drafter], state: str) -> None:
+    engine = TimedEngine(LIMITS, lambda rows: 1.0 + 0.3 * rows, gap=0.1)
+    loop = HostLoop(
+        engine, clock=lambda: engine.now, speculation=Speculation(drafter=drafter, max_drafts=4, name="x")
+    )
+    loop.add("a", [7, 8, 9], ENDLESS)
+    seen: list[str] = []
+    for _ in loop.run_until_idle():
+        standing = loop.snapshot().speculation
+        assert standing is not None
+        seen.append(standing.state)
+    assert standing.drafter == "x"
+    assert standing.seconds_saved < 0.0
+    assert set(seen) == {"measuring", "drafting", state}
 
 
 def test_steps_overlap_while_nothing_is_drafted() -> None:

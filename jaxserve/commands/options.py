@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from jaxserve.config import KvFormat
 from jaxserve.quantization import RECIPES, recipe_named
-from jaxserve.speculation import SPECULATIVE
+from jaxserve.speculation import SPECULATIVE_HELP, read_speculative
 
 if TYPE_CHECKING:
     from jaxserve.opened_model import EngineSettings
@@ -111,7 +111,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         "(head=int8,*=int4-64); default: their own, or --dtype",
     )
     add("--kv-format", default="auto", choices=["auto", *get_args(KvFormat)], help="of the KV pool")
-    add("--speculative", choices=SPECULATIVE, help="draft answers, ngram: as their own text went on before")
+    add("--speculative", type=parse_speculative, metavar="HOW", help=f"draft answers, {SPECULATIVE_HELP}")
     add(
         "--deterministic",
         action=argparse.BooleanOptionalAction,
@@ -131,6 +131,15 @@ def recipe_name(text: str) -> str:
         return recipe_named(text).name
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def parse_speculative(text: str) -> str:
+    """The name of what drafts."""
+    try:
+        read_speculative(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
 
 
 def parse_size(text: str) -> int:

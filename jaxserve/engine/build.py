@@ -21,7 +21,7 @@ from jaxserve.engine.state import MAX_EOS_IDS
 from jaxserve.model.cache import page_layouts
 from jaxserve.model.transformer import LayerLoop, Params
 from jaxserve.quantization import recipe_named, recipe_of_label
-from jaxserve.speculation import DEFAULT_MAX_DRAFTS, SPECULATIVE, Speculative
+from jaxserve.speculation import DEFAULT_MAX_DRAFTS, read_speculative
 from jaxserve.weights import AnyCheckpoint, Checkpoint, cache_home
 from pallas_kernels import native
 from pallas_kernels.dispatch import Target, default_target
@@ -45,7 +45,6 @@ _CHOICES = {
     "dtype": ("auto", "float32", "bfloat16"),
     "kv_format": ("auto", *get_args(KvFormat)),
     "logprobs_mode": ("raw", "processed"),
-    "speculative": (None, *SPECULATIVE),
 }
 
 
@@ -85,9 +84,9 @@ class EngineOptions:
     max_iterations: int = 1
     """Tokens of each sequence that one decode step may compute while no one waits; above 1 decode steps are
     compiled twice."""
-    speculative: Speculative | None = None
-    """What drafts answers, for a step to verify several tokens at once; answers are the same. None drafts
-    nothing."""
+    speculative: str | None = None
+    """What drafts answers, for a step to verify several tokens at once; answers are the same. "ngram": their
+    own text; "skip:N": the model's first N layers; None drafts nothing."""
     max_drafts: int = DEFAULT_MAX_DRAFTS
     """Most drafts of an answer in a step."""
 
@@ -100,6 +99,11 @@ class EngineOptions:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} {value!r} is not a whole number from 1 up")
+        if self.speculative is not None:
+            try:
+                read_speculative(self.speculative)
+            except ValueError as error:
+                raise ValueError(f"speculative {error}") from error
         for name, known in _CHOICES.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} {getattr(self, name)!r} is not one of {', '.join(map(str, known))}")
@@ -221,7 +225,8 @@ def resolve_config(
         context_block=max(128, page_size),
         max_iterations=options.max_iterations,
         max_drafts=options.max_drafts if options.speculative else 0,
-        verify_rows=() if options.deterministic else _verify_rows(options, num_slots),
+        draft_layers=_resolve_draft_layers(options, model),
+        verify_rows=_verify_rows(options, num_slots),
         moves_pages=options.host_kv_memory is not None,
     )
 
@@ -251,12 +256,12 @@ def _has_exact_products(model: ModelConfig, quantize: str | None) -> bool:
 
 def _chunk_rows(options: EngineOptions, fewest: int, num_slots: int, max_chunk: int) -> tuple[int, ...]:
     """Rows of the steps that take chunks of prompts, and in the shape-invariant mode of all steps."""
-    longest = max(max_chunk, num_slots)
-    chunks = _ladder(_lowest_chunk(num_slots), longest)
+    lowest, longest = _lowest_chunk(num_slots), max(max_chunk, num_slots)
+    drafts = [rows for rows in _draft_rows(options) if rows < longest]
     if not options.deterministic:
-        return chunks
+        return tuple(sorted({*_ladder(lowest, longest), *(rows for rows in drafts if rows > lowest)}))
     if fewest == 1:
-        return tuple(sorted({*_ladder(1, num_slots), *_verify_rows(options, num_slots), *chunks}))
+        return tuple(sorted({*_ladder(1, num_slots), *drafts, *_ladder(lowest, longest)}))
     return _ladder(fewest, longest)
 
 
@@ -266,11 +271,27 @@ def _lowest_chunk(num_slots: int) -> int:
     return 16 if num_slots > FEW_SLOTS else 64
 
 
+def _resolve_draft_layers(options: EngineOptions, model: ModelConfig) -> int:
+    """Layers that draft in the engine. Raises ValueError for more than all but the last."""
+    num_layers = read_speculative(options.speculative).draft_layers if options.speculative else 0
+    if num_layers >= model.num_layers:
+        raise ValueError(
+            f"speculative {options.speculative!r}: the model has {model.num_layers} layers, of which 1 to "
+            f"{model.num_layers - 1} can draft"
+        )
+    return num_layers
+
+
+def _draft_rows(options: EngineOptions) -> tuple[int, ...]:
+    """Rows of steps that verify drafts: few more than they have are to be padding."""
+    return () if options.speculative is None else (2, 4, 8, 16, 32)
+
+
 def _verify_rows(options: EngineOptions, num_slots: int) -> tuple[int, ...]:
-    """Rows of the steps below the smallest chunk step, for drafts."""
-    if options.speculative is None:
+    """Of these, what is below the smallest chunk step."""
+    if options.deterministic:
         return ()
-    return tuple(rows for rows in (2, 4, 8, 16, 32) if rows < _lowest_chunk(num_slots))
+    return tuple(rows for rows in _draft_rows(options) if rows < _lowest_chunk(num_slots))
 
 
 def layer_loop_for(platform: str) -> LayerLoop:

@@ -73,6 +73,7 @@ class DeviceEngine:
             copies_pages=True,
             max_iterations=config.max_iterations if decode_shapes(config) else 1,
             max_drafts=config.max_drafts,
+            drafts_itself=config.draft_layers > 0,
         )
 
     def load_slot(self, load: SlotLoad) -> None:
@@ -83,9 +84,11 @@ class DeviceEngine:
             self._state = programs.copy_pages(self._state, copies)
         self._state = programs.load_slot(self._state, packed)
 
-    def load_masks(self, slots: IntArray, masks: npt.NDArray[np.uint32]) -> None:
+    def load_masks(
+        self, slots: IntArray, masks: npt.NDArray[np.uint32], ahead: IntArray | None = None
+    ) -> None:
         """Let slots sample these tokens only. Raises ValueError if the masks do not fit the engine."""
-        packed = pack_masks(slots, masks, self._config.num_slots, self._config.model.vocab_size)
+        packed = pack_masks(slots, masks, ahead, self._config)
         self._state = self._programs.slots.load_masks[len(packed[0])](self._state, *packed)
 
     def dispatch(self, plan: StepPlan) -> StepHandle:

@@ -56,8 +56,8 @@ class SlotPrograms:
 
     load_slot: Callable[[DeviceState, PackedLoad], DeviceState]
     copy_pages: Callable[[DeviceState, np.ndarray], DeviceState]
-    load_masks: Mapping[int, Callable[[DeviceState, np.ndarray, np.ndarray], DeviceState]]
-    """By their number, padding included."""
+    load_masks: Mapping[int, Callable[..., DeviceState]]
+    """By their number, padding included; of what `pack_masks` returns."""
 
 
 @dataclass(frozen=True)
@@ -122,19 +122,19 @@ def compile_programs(
 
 def _compile_slot_programs(config: EngineConfig, state: DeviceState) -> SlotPrograms:
     """From the state's shapes; all together they take a fraction of a step's time to compile."""
-    num_slots, vocab, num_pages = config.num_slots, config.model.vocab_size, config.cache.num_pages
+    num_pages = config.cache.num_pages
 
     def compiled(program: Callable[..., DeviceState], *examples: object) -> Callable[..., DeviceState]:
         return jax.jit(program, donate_argnums=0).lower(state, *examples).compile()
 
-    def masks(width: int) -> tuple[np.ndarray, np.ndarray]:
-        slots = np.arange(width, dtype=np.int32)
-        return pack_masks(slots, np.zeros((width, mask_words(vocab)), np.uint32), num_slots, vocab)
+    def masks(width: int) -> tuple[np.ndarray, ...]:
+        words = mask_words(config.model.vocab_size)
+        return pack_masks(np.zeros(width, np.int32), np.zeros((width, words), np.uint32), None, config)
 
     return SlotPrograms(
         load_slot=compiled(load_slot, _example_load(config)),
         copy_pages=compiled(functools.partial(copy_pages, num_pages=num_pages), pack_copies((), num_pages)),
-        load_masks={width: compiled(load_masks, *masks(width)) for width in mask_widths(num_slots)},
+        load_masks={width: compiled(load_masks, *masks(width)) for width in mask_widths(config)},
     )
 
 

@@ -46,6 +46,8 @@ class SamplingRows:
     drafts: jax.Array | None
     """[R, K] int32 the drafts that come before the token to be sampled, V (out of range) where there are
     fewer; None if there are none in steps of this shape."""
+    ahead: jax.Array | int
+    """[R] int32 how many these are; 0 for all if there are none in steps of this shape."""
 
 
 @flax.struct.dataclass
@@ -65,7 +67,11 @@ class Sampled:
 
 
 def sampling_rows(
-    state: DeviceState, slot_R: jax.Array, position_R: jax.Array, drafts_RK: jax.Array | None = None
+    state: DeviceState,
+    slot_R: jax.Array,
+    position_R: jax.Array,
+    drafts_RK: jax.Array | None = None,
+    ahead_R: jax.Array | int = 0,
 ) -> SamplingRows:
     """Gather what each row needs from its slot; the others as in `SamplingRows`."""
     sampling = state.sampling
@@ -83,6 +89,7 @@ def sampling_rows(
         key=sampling.key[slot_R],
         wants_logprobs=sampling.wants_logprobs[slot_R],
         drafts=drafts_RK,
+        ahead=ahead_R,
     )
 
 
@@ -105,11 +112,7 @@ def sample(
         logprobs_mode: whether they are of the model or of the distribution sampled from.
         mesh: what the vocabulary is cut over, if anything.
     """
-    adjusted_RV = adjust_logits(logits_RV, rows, state)
-    if mesh is not None:  # Left to itself, the partitioner gathers them whole around the conditions below.
-        cut = named_sharding(adjusted_RV.shape, (None, "vocab"), mesh)
-        adjusted_RV = jax.lax.with_sharding_constraint(adjusted_RV, cut)
-    drawn_R = jax.lax.cond(jnp.any(rows.temperature > 0.0), draw, lambda x, _: _argmax(x), adjusted_RV, rows)
+    drawn_R, adjusted_RV = choose(logits_RV, rows, state, mesh)
     token_R = jnp.where(next_known_R >= 0, next_known_R, drawn_R)
 
     def report() -> Sampled:
@@ -122,6 +125,18 @@ def sample(
         return Sampled(token_R, zero.astype(jnp.float32), zero, zeros, zeros.astype(jnp.float32))
 
     return jax.lax.cond(jnp.any(rows.wants_logprobs), report, skip)
+
+
+def choose(
+    logits_RV: jax.Array, rows: SamplingRows, state: DeviceState, mesh: Mesh | None
+) -> tuple[jax.Array, jax.Array]:
+    """[R] a token for each row, and the logits [R, V] that it was chosen by; arguments as of `sample`."""
+    adjusted_RV = adjust_logits(logits_RV, rows, state)
+    if mesh is not None:  # Left to itself, the partitioner gathers them whole around the condition below.
+        cut = named_sharding(adjusted_RV.shape, (None, "vocab"), mesh)
+        adjusted_RV = jax.lax.with_sharding_constraint(adjusted_RV, cut)
+    drawn_R = jax.lax.cond(jnp.any(rows.temperature > 0.0), draw, lambda x, _: _argmax(x), adjusted_RV, rows)
+    return drawn_R, adjusted_RV
 
 
 def adjust_logits(logits_RV: jax.Array, rows: SamplingRows, state: DeviceState) -> jax.Array:
@@ -140,7 +155,7 @@ def adjust_logits(logits_RV: jax.Array, rows: SamplingRows, state: DeviceState) 
             sampling.bias_values[rows.slot], mode="drop"
         )
         adjusted_RV = jnp.where(penalised_R[:, None], _penalise(adjusted_RV, rows, state), adjusted_RV)
-        allowed_RW = sampling.allowed[rows.slot] & sampling.grammar[rows.slot]
+        allowed_RW = sampling.allowed[rows.slot] & sampling.grammar[rows.slot, rows.ahead]
         allowed_RV = _unpack_bits(allowed_RW, logits_RV.shape[1])
         adjusted_RV = jnp.where(allowed_RV | ~masked_R[:, None], adjusted_RV, NEGATIVE)
         # Unused entries are -1: negative ids count from the end, so send them out of range.

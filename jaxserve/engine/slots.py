@@ -105,7 +105,7 @@ def load_slot(state: DeviceState, load: PackedLoad) -> DeviceState:
         bias_ids=sampling.bias_ids.at[slot].set(load.bias_ids),
         bias_values=sampling.bias_values.at[slot].set(load.bias_values),
         allowed=sampling.allowed.at[slot].set(load.allowed),
-        grammar=sampling.grammar.at[slot].set(load.grammar),
+        grammar=sampling.grammar.at[slot, 0].set(load.grammar),
         masked=sampling.masked.at[slot].set(masked != 0),
         num_biases=sampling.num_biases.at[slot].set(num_biases),
         wants_logprobs=sampling.wants_logprobs.at[slot].set(wants_logprobs != 0),
@@ -121,32 +121,43 @@ def load_slot(state: DeviceState, load: PackedLoad) -> DeviceState:
     )
 
 
-def mask_widths(num_slots: int) -> tuple[int, ...]:
-    """The numbers of slots for which a program replaces masks: most steps have few with a grammar."""
-    return tuple(sorted({min(4, num_slots), num_slots}))
+def mask_widths(config: EngineConfig) -> tuple[int, ...]:
+    """The numbers of masks that a program replaces: most steps have few slots with a grammar."""
+    num_slots = config.num_slots
+    return tuple(sorted({min(4, num_slots), num_slots, num_slots * (1 + config.max_drafts)}))
 
 
 def pack_masks(
-    slots: IntArray, masks: npt.NDArray[np.uint32], num_slots: int, vocab: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Slots and their masks, padded to the next of `mask_widths`. Raises ValueError if they do not fit."""
-    if len(slots) > num_slots or masks.shape != (len(slots), mask_words(vocab)):
+    slots: IntArray, masks: npt.NDArray[np.uint32], ahead: IntArray | None, config: EngineConfig
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Slots, how far ahead, and their masks, padded to the next of `mask_widths`.
+
+    Raises ValueError if they do not fit.
+    """
+    widths, num_words = mask_widths(config), mask_words(config.model.vocab_size)
+    if len(slots) > widths[-1] or masks.shape != (len(slots), num_words):
         raise ValueError(
-            f"masks {masks.shape} for {len(slots)} slots; there are {num_slots} slots, "
-            f"and {vocab} tokens take {mask_words(vocab)} words"
+            f"masks {masks.shape} for {len(slots)} slots; there are {config.num_slots} slots, "
+            f"and {config.model.vocab_size} tokens take {num_words} words"
         )
-    width = next(width for width in mask_widths(num_slots) if width >= len(slots))
-    nowhere = num_slots + 1  # out of range: the padding's own slot must not seem to have a grammar
-    padded = np.zeros((width, masks.shape[1]), np.uint32)
+    if ahead is None:
+        ahead = np.zeros(len(slots), np.int32)
+    elif ahead.max(initial=0) > config.max_drafts:
+        raise ValueError(f"a mask after {ahead.max()} drafts; there are at most {config.max_drafts}")
+    width = next(width for width in widths if width >= len(slots))
+    nowhere = config.num_slots + 1  # out of range: the padding's own slot must not seem to have a grammar
+    padded = np.zeros((width, num_words), np.uint32)
     padded[: len(slots)] = masks
-    return _padded(slots, width, nowhere, np.int32), padded
+    return _padded(slots, width, nowhere, np.int32), _padded(ahead, width, 0, np.int32), padded
 
 
-def load_masks(state: DeviceState, slots_X: jax.Array, masks_XW: jax.Array) -> DeviceState:
+def load_masks(
+    state: DeviceState, slots_X: jax.Array, ahead_X: jax.Array, masks_XW: jax.Array
+) -> DeviceState:
     """Replace grammar masks; the device half of `StepEngine.load_masks`."""
     sampling = dataclasses.replace(
         state.sampling,
-        grammar=state.sampling.grammar.at[slots_X].set(masks_XW, mode="drop"),
+        grammar=state.sampling.grammar.at[slots_X, ahead_X].set(masks_XW, mode="drop"),
         masked=state.sampling.masked.at[slots_X].set(True, mode="drop"),
     )
     return dataclasses.replace(state, sampling=sampling)

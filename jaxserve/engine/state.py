@@ -49,7 +49,8 @@ class SlotSampling:
     allowed: jax.Array
     """[N + 1, ceil(V / 32)] uint32, a bit for each token that the request lets be sampled."""
     grammar: jax.Array
-    """[N + 1, ceil(V / 32)] uint32, a bit for each token that its grammar lets come next."""
+    """[N + 1, 1 + K, ceil(V / 32)] uint32, a bit for each token that its grammar lets come next, and after
+    each of its K drafts at most."""
     masked: jax.Array
     """[N + 1] bool, whether any bit of `allowed` or `grammar` is clear."""
     num_biases: jax.Array
@@ -91,7 +92,7 @@ def make_state(config: EngineConfig, layouts: tuple[PageLayout, ...]) -> DeviceS
         bias_ids=jnp.full((rows, MAX_BIASES), vocab, jnp.int32),
         bias_values=jnp.zeros((rows, MAX_BIASES), jnp.float32),
         allowed=jnp.full((rows, mask_words(vocab)), 0xFFFFFFFF, jnp.uint32),
-        grammar=jnp.full((rows, mask_words(vocab)), 0xFFFFFFFF, jnp.uint32),
+        grammar=jnp.full((rows, 1 + config.max_drafts, mask_words(vocab)), 0xFFFFFFFF, jnp.uint32),
         masked=jnp.zeros((rows,), jnp.bool_),
         num_biases=jnp.zeros((rows,), jnp.int32),
         wants_logprobs=jnp.zeros((rows,), jnp.bool_),

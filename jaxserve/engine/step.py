@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.sampling import Sampled, sample, sampling_rows
+from jaxserve.engine.self_draft import make_drafts
 from jaxserve.engine.state import DeviceState
 from jaxserve.engine.verify import Drafts, enter_drafts, is_accepted
 from jaxserve.model.transformer import Params, Rows, Transformer
@@ -153,10 +154,15 @@ def advance(
         real_R &= rows.valid_T[row_R]
     slot_R = jnp.where(real_R, batch.slot_S[row_sequence_T[row_R]], form.num_slots)
     next_position_R = jnp.where(real_R, rows.position_T[row_R] + 1, 0)
-    drafts = drafts_RK = None
+    drafts, drafts_RK, ahead_R = None, None, 0
     if form.max_drafts:
         drafts = Drafts(batch.draft_R, jnp.maximum(next_position_R - state.num_known[slot_R], 0))
+        if transformer.config.draft_layers:
+            state, drafts = make_drafts(
+                transformer, params, state, drafts, batch.slot_S, row_sequence_T[row_R]
+            )
         drafts_RK = drafts.before(form.max_drafts, unused=state.counts.shape[1])
+        ahead_R = jnp.minimum(drafts.ahead, form.max_drafts)  # Rows of prompts may be further.
         state = enter_drafts(state, drafts, slot_R, next_position_R - 1, form.num_slots)
     token_T = state.tokens[batch.slot_S[row_sequence_T], rows.position_T]
     single = form.shape.decode
@@ -166,7 +172,7 @@ def advance(
     next_known_R = jnp.where(samples_R, -1, state.tokens[slot_R, next_position_R])
     sampled = sample(
         transformer.logits(params, hidden_TD[row_R]),
-        sampling_rows(state, slot_R, next_position_R, drafts_RK),
+        sampling_rows(state, slot_R, next_position_R, drafts_RK, ahead_R),
         state,
         next_known_R,
         max_logprobs=transformer.config.max_logprobs,

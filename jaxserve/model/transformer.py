@@ -113,13 +113,23 @@ class Transformer:
         return self.config.model
 
     def forward(
-        self, params: Params, cache: Cache, token_T: jax.Array, rows: Rows, *, single: bool
+        self,
+        params: Params,
+        cache: Cache,
+        token_T: jax.Array,
+        rows: Rows,
+        *,
+        single: bool,
+        num_layers: int | None = None,
     ) -> tuple[jax.Array, Cache]:
         """Hidden states `[T, D]` before the final norm, and the caches with this step's tokens written.
 
-        single: every sequence has exactly one row.
+        Args:
+            single: every sequence has exactly one row.
+            num_layers: stop after so many layers; None goes through all.
         """
         model = self.model
+        num_layers = model.num_layers if num_layers is None else num_layers
         x_TD = take_rows(params["embed"], token_T, jnp.dtype(self.config.compute_format))
         if model.embed_scale != 1.0:
             x_TD = x_TD * jnp.asarray(model.embed_scale, x_TD.dtype)
@@ -131,7 +141,8 @@ class Transformer:
         carry = x_TD, cache
         for segment, weights in zip(model.segments, params["segments"], strict=True):
             first = places[segment.first : segment.first + len(segment.pattern)]
-            carry = self._run_segment(segment, weights, first, carry, rows, ropes, single)
+            num_in_segment = min(max(num_layers - segment.first, 0), len(segment.pattern) * segment.count)
+            carry = self._run_segment(segment, weights, first, num_in_segment, carry, rows, ropes, single)
         return carry
 
     def logits(self, params: Params, x_RD: jax.Array) -> jax.Array:
@@ -153,18 +164,21 @@ class Transformer:
         segment: Segment,
         weights: tuple[Mapping[str, Any], ...],
         places: tuple[LayerPlace, ...],
+        num_layers: int,
         carry: tuple[jax.Array, Cache],
         rows: Rows,
         ropes: dict[LayerKind, Any],
         single: bool,
     ) -> tuple[jax.Array, Cache]:
-        """All repetitions of a pattern; `places` are those of its first one."""
+        """The first layers of a segment; `places` are those of its pattern's first repetition."""
         # A group's layers are numbered through, so each repetition moves on by as many as the pattern has.
         strides = [sum(other.group == place.group for other in places) for place in places]
 
-        def repetition(number: jax.Array | int, carry: tuple[jax.Array, Cache]) -> tuple[jax.Array, Cache]:
+        def repetition(
+            number: jax.Array | int, carry: tuple[jax.Array, Cache], num: int | None = None
+        ) -> tuple[jax.Array, Cache]:
             x_TD, cache = carry
-            for i, kind in enumerate(segment.pattern):
+            for i, kind in enumerate(segment.pattern[:num]):
                 layer = LayerWeights(weights[i], number, self.target)
                 index = jnp.asarray(places[i].index + number * strides[i], jnp.int32)
                 x_TD, cache = self._layer(
@@ -172,11 +186,13 @@ class Transformer:
                 )
             return x_TD, cache
 
-        if self.layer_loop == "unrolled" or segment.count == 1:
-            for number in range(segment.count):
+        count, rest = divmod(num_layers, len(segment.pattern))
+        if self.layer_loop == "unrolled" or count == 1:
+            for number in range(count):
                 carry = repetition(number, carry)
-            return carry
-        return jax.lax.fori_loop(0, segment.count, repetition, carry)
+        elif count:
+            carry = jax.lax.fori_loop(0, count, repetition, carry)
+        return repetition(count, carry, rest) if rest else carry
 
     def _layer(
         self,

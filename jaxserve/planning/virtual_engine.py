@@ -79,7 +79,9 @@ class VirtualEngine:
         self._computed[slot] = load.num_computed
         self._end_at[slot] = load.num_prompt_tokens + load.seed
 
-    def load_masks(self, slots: IntArray, masks: npt.NDArray[np.uint32]) -> None:
+    def load_masks(
+        self, slots: IntArray, masks: npt.NDArray[np.uint32], ahead: IntArray | None = None
+    ) -> None:
         """Takes no time here, and no tokens are told apart."""
 
     def dispatch(self, plan: StepPlan) -> StepHandle:

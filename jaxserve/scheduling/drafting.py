@@ -6,6 +6,8 @@ been collected; while it does not, steps overlap as ever, and drafting is tried 
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
@@ -13,33 +15,20 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxserve.plan import EngineLimits, IntArray
+from jaxserve.scheduling.draft_pace import DraftPace
+from jaxserve.scheduling.draft_tally import SpeculationStatistics
 from jaxserve.scheduling.request import Request
 from jaxserve.scheduling.running_pages import RunningPages
 from jaxserve.scheduling.slots import SlotTable
 from jaxserve.scheduling.step import Drafts, ScheduledStep, StepBuilder
 from jaxserve.speculation import Drafter, Speculation
-from jaxserve.speculation.gain import Acceptance, StepSeconds, worthwhile_counts
+from jaxserve.speculation.gain import Acceptance, worthwhile_counts
 
 _FIRST_GUESS = 0.5
 """How likely a draft is accepted, before any has been verified."""
-_SHORTEST_PAUSE, _LONGEST_PAUSE = 4, 128
-"""Steps until drafting is tried again; twice as many each time that it does not pay."""
-
-
-@dataclass(frozen=True, slots=True)
-class SpeculationStatistics:
-    """What drafting has brought. Totals count from the beginning."""
-
-    num_verifications: int = 0
-    """Drafts, of one token or several, that a step has verified."""
-    num_drafted: int = 0
-    """Their tokens."""
-    num_accepted: int = 0
-    """Of these, the ones that became part of answers."""
-    drafted_seconds: float = 0.0
-    """What steps took that decoded with drafts and did nothing else, where plain ones had been measured."""
-    plain_seconds: float = 0.0
-    """What plain steps would have taken for as many tokens, by what they take for as many answers."""
+_NUM_TRIALS = 3
+"""Verifications after each rest that are chosen as if it were as likely as that at least: what was wrong
+before would else never be found to be right now."""
 
 
 @dataclass(slots=True)
@@ -53,7 +42,10 @@ class _Follower:
     """Of the latest verification, until it has been learnt from."""
     num_accepted: int = 0
     """Of these."""
-    acceptance: Acceptance = field(default_factory=Acceptance)
+    grade: int = 0
+    """Of these."""
+    acceptance: defaultdict[int, Acceptance] = field(default_factory=lambda: defaultdict(Acceptance))
+    """By grade."""
 
 
 class _Proposal(NamedTuple):
@@ -61,6 +53,7 @@ class _Proposal(NamedTuple):
 
     place: int
     """In the step."""
+    request: Request
     follower: _Follower
     tokens: list[int]
 
@@ -71,25 +64,24 @@ class Drafting:
     def __init__(
         self, speculation: Speculation, limits: EngineLimits, table: SlotTable, pages: RunningPages
     ) -> None:
-        """Raises ValueError for more drafts than the engine's steps take."""
+        """Raises ValueError for more drafts than the engine's steps take, or if it is to draft and cannot."""
         if speculation.max_drafts > limits.max_drafts:
             raise ValueError(
                 f"max_drafts {speculation.max_drafts}: the engine verifies at most {limits.max_drafts}"
             )
+        if speculation.in_engine and not limits.drafts_itself:
+            raise ValueError(f"speculation {speculation.name!r}: the engine does not draft itself")
         self._speculation = speculation
-        self._limits = limits
         self._table = table
         self._pages = pages
+        self._pace = DraftPace(limits, adaptive=speculation.adaptive)
         self._followers: dict[Request, _Follower] = {}
-        self._acceptance = Acceptance()
-        self._seconds = StepSeconds()
-        self._pays = not speculation.adaptive
-        self._next_pause = _SHORTEST_PAUSE
-        self._pause_left = _SHORTEST_PAUSE if speculation.adaptive else 0
+        self._acceptance: defaultdict[int, Acceptance] = defaultdict(Acceptance)
+        """Of all answers, by grade."""
+        self.trim: Callable[[Request, list[int]], list[int]] | None = None
+        """Cuts the drafts of a gated request where its grammar does; where nothing does, it has none."""
+        self._trials_left = _NUM_TRIALS
         self._num_verifications = self._num_drafted = self._num_accepted = 0
-        self._drafted_seconds = self._plain_seconds = 0.0
-        self._token_seconds = 0.0
-        """What a token of the step that is being collected would take in a plain one; 0 if nobody knows."""
 
     @property
     def statistics(self) -> SpeculationStatistics:
@@ -97,56 +89,49 @@ class Drafting:
             self._num_verifications,
             self._num_drafted,
             self._num_accepted,
-            self._drafted_seconds,
-            self._plain_seconds,
+            self._pace.drafted_seconds,
+            self._pace.plain_seconds,
+            self._speculation.name,
+            self._pace.state,
         )
 
     @property
     def active(self) -> bool:
         """Whether the next step is to have drafts, and so to wait for the one before it."""
-        return not self._pause_left
+        return self._pace.active
 
     def fill(self, step: StepBuilder) -> None:
         """Let those of the step that decode verify drafts, where that pays and there are rows and pages."""
         decoding = step.decoding
         if not len(decoding):
             return
-        if self._pause_left:
-            self._pause_left -= 1
+        if not self._pace.begin(len(decoding)):
+            self._trials_left = _NUM_TRIALS
             return
+        step.waited = True
         proposals = self._propose(decoding)
-        counts = self._choose(proposals, step)
-        if counts is None:
-            self._rest(_SHORTEST_PAUSE)
-        elif not counts.any():
-            self._rest(self._next_pause)
-            self._next_pause = min(2 * self._next_pause, _LONGEST_PAUSE)
-        else:
-            self._verify(step, proposals, counts)
+        if not proposals:
+            return
+        self._pace.note_drafts()
+        if step.num_spare > 0:
+            counts = self._choose(proposals, step)
+            if counts.any():
+                self._verify(step, proposals, counts)
 
     def accept(self, requests: list[Request]) -> None:
         """A draft of each of these was accepted."""
         self._num_accepted += len(requests)
-        self._plain_seconds += self._token_seconds * len(requests)
         for request in requests:
             self._followers[request].num_accepted += 1
+            request.drafts.num_accepted += 1
+        self._pace.accept(requests)
 
     def observe(self, step: ScheduledStep, seconds: float) -> None:
-        """A step has been collected so long after the one before; from one with prompts nothing is learnt."""
-        num_drafts = 0 if step.num_drafts is None else int(step.num_drafts.sum())
-        self._token_seconds = 0.0
-        if not step.loads and step.plan.num_rows == len(step.rows) + num_drafts:
-            self._seconds.observe(step.plan.shape, seconds / step.plan.num_iterations)
-            if num_drafts:
-                self._weigh(len(step.rows), seconds)
-
-    def _weigh(self, num_decoding: int, seconds: float) -> None:
-        """Set a step with drafts against plain ones; `accept` adds what each accepted draft would take."""
-        plain = self._seconds.measured(self._limits.fit(num_decoding, num_decoding, num_decoding, True))
-        if plain is not None:
-            self._drafted_seconds += seconds
-            self._plain_seconds += plain
-            self._token_seconds = plain / num_decoding
+        """A step has been collected so long after the one before, and is about to be committed."""
+        num_rounds = 0
+        if self._speculation.in_engine and step.num_drafts is not None:
+            num_rounds = int(step.num_drafts.max())
+        self._pace.observe(step, num_rounds, seconds)
 
     def forget(self, request: Request) -> None:
         """The request has ended."""
@@ -156,7 +141,7 @@ class Drafting:
         """Drafts for those that decode: they follow what has arrived, and leave room for one more token."""
         table = self._table
         room = np.minimum(table.max_known[decoding] - table.known[decoding] - 1, self._speculation.max_drafts)
-        room[table.gated[decoding] | (table.pending[decoding] > 0)] = 0
+        room[table.pending[decoding] > 0] = 0
         proposals: list[_Proposal] = []
         for place in room.nonzero()[0].tolist():
             request = table.at(decoding[place])
@@ -169,36 +154,41 @@ class Drafting:
             self._learn(follower)
             follower.num_told = len(request.output)
             tokens = follower.drafter.propose(new, int(room[place]))
+            if tokens and request.gated:
+                tokens = self.trim(request, tokens) if self.trim else []
             if tokens:
-                proposals.append(_Proposal(place, follower, tokens))
+                proposals.append(_Proposal(place, request, follower, tokens))
         return proposals
 
     def _learn(self, follower: _Follower) -> None:
         if follower.num_drafted:
             for acceptance in (follower.acceptance, self._acceptance):
-                acceptance.observe(follower.num_drafted, follower.num_accepted)
+                acceptance[follower.grade].observe(follower.num_drafted, follower.num_accepted)
             follower.num_drafted = follower.num_accepted = 0
 
-    def _choose(self, proposals: list[_Proposal], step: StepBuilder) -> IntArray | None:
-        """How much of each proposal to verify; None where there is nothing or no room for it."""
-        if not proposals or step.num_spare < 1:
-            return None
-        num_decoding = len(step.decoding)
-
-        def seconds(num_drafts: int) -> float:
-            rows = num_decoding + num_drafts
-            return self._seconds.predict(self._limits.fit(rows, num_decoding, rows, not num_drafts))
-
-        prior = self._acceptance.rate(_FIRST_GUESS)
+    def _choose(self, proposals: list[_Proposal], step: StepBuilder) -> IntArray:
+        """How much of each proposal to verify."""
+        num_decoding, in_engine = len(step.decoding), self._speculation.in_engine
         adapts = self._speculation.adaptive
+
+        def seconds(num_drafts: int, longest: int) -> float:
+            if not adapts:
+                return 1.0
+            return self._pace.seconds(num_decoding, num_drafts, longest if in_engine else 0)
+
         return worthwhile_counts(
-            [one.follower.acceptance.rate(prior) for one in proposals],
+            [self._rate(one.follower) for one in proposals],
             [len(one.tokens) for one in proposals],
             step.num_spare,
-            # What has not paid is tried as if it did: only so is it found out when it does.
-            seconds if adapts and self._pays else lambda _: 1.0,
+            seconds,
             num_decoding=num_decoding,
         )
+
+    def _rate(self, follower: _Follower) -> float:
+        """How likely a draft just made is accepted if those before it are."""
+        grade = follower.drafter.grade
+        rate = follower.acceptance[grade].rate(self._acceptance[grade].rate(_FIRST_GUESS))
+        return max(rate, _FIRST_GUESS) if self._trials_left else rate
 
     def _verify(self, step: StepBuilder, proposals: list[_Proposal], counts: IntArray) -> None:
         """Put so much of each proposal into the step, unless its pages would be others'."""
@@ -208,16 +198,10 @@ class Drafting:
             return
         chosen = [one.tokens[:count] for one, count in zip(proposals, counts.tolist(), strict=True)]
         for one, tokens in zip(proposals, chosen, strict=True):
-            one.follower.num_drafted = len(tokens)
+            one.follower.num_drafted, one.follower.grade = len(tokens), one.follower.drafter.grade
+            one.request.drafts.num_verifications += bool(tokens)
+            one.request.drafts.num_drafted += len(tokens)
         step.verify(Drafts(in_step, np.array(list(chain(*chosen)), np.int32)))
         self._num_verifications += int(np.count_nonzero(counts))
         self._num_drafted += int(counts.sum())
-        if self._pays:
-            self._next_pause = _SHORTEST_PAUSE
-        self._pays = True
-
-    def _rest(self, num_steps: int) -> None:
-        """Let steps overlap for a while."""
-        if self._speculation.adaptive:
-            self._pause_left = num_steps
-            self._pays = False
+        self._trials_left = max(0, self._trials_left - 1)

@@ -12,6 +12,7 @@ from enum import Enum
 from typing import Literal
 
 from jaxserve.plan import SamplingParams
+from jaxserve.scheduling.draft_tally import DraftTally
 from jaxserve.scheduling.pages import PageTable
 from jaxserve.scheduling.terms import DEFAULT_TERMS, ServiceTerms
 
@@ -121,6 +122,8 @@ class Request:
     num_admissions: int = 0
     num_lost: int = 0
     """Preempted: tokens that it had computed."""
+    drafts: DraftTally = field(default_factory=DraftTally)
+    """All zero where nothing drafts."""
     held: bool = False
     """Whether it may not go on until its caller has seen its last token: see `Scheduler.resume`."""
 

@@ -50,6 +50,8 @@ class ScheduledStep:
     scored: tuple[ScoredRows, ...]
     num_drafts: IntArray | None = None
     """[K]; None in a step without any."""
+    waited: bool = False
+    """Whether it was planned only when the step before it had been collected, so that it could have some."""
 
     @property
     def decodes_only(self) -> bool:
@@ -113,6 +115,8 @@ class StepBuilder:
         """Tokens that each sequence computes one after another, if all only decode."""
         self.drafts: Drafts | None = None
         """What those that only decode verify."""
+        self.waited = False
+        """As in `ScheduledStep`."""
         self._chunks: list[tuple[int, Chunk, int]] = []
         self._loads: list[SlotLoad] = []
         self._admitted: list[Request] = []
@@ -208,6 +212,7 @@ class StepBuilder:
             (row_ends - num_drafts)[samples] - 1,
             scored,
             None if self.drafts is None else num_drafts[samples],
+            self.waited,
         )
 
     def _build_decode(self, granted: IntArray) -> ScheduledStep:
@@ -218,7 +223,7 @@ class StepBuilder:
         self._count(slots, 1, slots)
         shape = self._limits.fit(size, size, size, True)
         plan = StepPlan(slots, ones, ones, granted, shape, self.num_iterations)
-        return ScheduledStep(plan, (), (), self._table.cohort(slots), rows, ())
+        return ScheduledStep(plan, (), (), self._table.cohort(slots), rows, (), waited=self.waited)
 
     def _count(self, slots: IntArray, num_tokens: IntArray | int, sampling: IntArray) -> None:
         """Let the table know what the slots will have done after the step."""

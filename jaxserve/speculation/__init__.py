@@ -1,15 +1,21 @@
 """Guessing how texts go on, so that a step can verify several tokens at once. No jax, and no scheduler."""
 
-from jaxserve.speculation.choices import DEFAULT_MAX_DRAFTS, SPECULATIVE, Speculative, named_speculation
-from jaxserve.speculation.drafter import Drafter, Speculation
+from jaxserve.speculation.choices import (
+    DEFAULT_MAX_DRAFTS,
+    SPECULATIVE_HELP,
+    named_speculation,
+    read_speculative,
+)
+from jaxserve.speculation.drafter import Drafter, EngineDrafter, Speculation
 from jaxserve.speculation.ngram import NgramDrafter
 
 __all__ = [
     "DEFAULT_MAX_DRAFTS",
-    "SPECULATIVE",
+    "SPECULATIVE_HELP",
     "Drafter",
+    "EngineDrafter",
     "NgramDrafter",
     "Speculation",
-    "Speculative",
     "named_speculation",
+    "read_speculative",
 ]

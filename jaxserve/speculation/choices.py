@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from dataclasses import dataclass
 
-from jaxserve.speculation.drafter import Speculation
+from jaxserve.speculation.drafter import EngineDrafter, Speculation
 from jaxserve.speculation.ngram import NgramDrafter
 
-Speculative = Literal["ngram"]
-SPECULATIVE: tuple[Speculative, ...] = ("ngram",)
+SPECULATIVE_HELP = "ngram: as their own text went on before; skip:N: by the model's first N layers"
 DEFAULT_MAX_DRAFTS = 7
 """A step of eight rows, which are a multiple of what machines like."""
 
 
-def named_speculation(name: Speculative | None, max_drafts: int) -> Speculation | None:
-    """What a name stands for: "ngram" looks answers up in their own text; None drafts nothing."""
-    return None if name is None else Speculation(drafter=NgramDrafter, max_drafts=max_drafts)
+@dataclass(frozen=True)
+class SpeculativeChoice:
+    """What a name asks for."""
+
+    draft_layers: int = 0
+    """Layers of the model that draft in the engine; 0 drafts on the host."""
+
+
+def read_speculative(name: str) -> SpeculativeChoice:
+    """What a name asks for. Raises ValueError for none of "ngram" and "skip:N", with N from 1 up."""
+    kind, _, number = name.partition(":")
+    if name == "ngram":
+        return SpeculativeChoice()
+    if kind == "skip" and number.isdecimal() and int(number):
+        return SpeculativeChoice(draft_layers=int(number))
+    raise ValueError(f"{name!r} is not one of ngram, skip:N (N layers, from 1 up)")
+
+
+def named_speculation(name: str | None, max_drafts: int) -> Speculation | None:
+    """What a name stands for: "ngram" looks answers up in their own text, with "skip:N" the engine drafts by
+    its first N layers; None drafts nothing. Raises ValueError as `read_speculative` does."""
+    if name is None:
+        return None
+    drafter = EngineDrafter if read_speculative(name).draft_layers else NgramDrafter
+    return Speculation(drafter=drafter, max_drafts=max_drafts, name=name)

@@ -6,9 +6,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from jaxserve.plan import ENGINE_DRAFT
+
 
 class Drafter(Protocol):
     """Follows one text and guesses how it goes on. A wrong guess costs time and never a token."""
+
+    @property
+    def grade(self) -> int:
+        """How well founded the latest guess is, on a scale of its own: what is learnt of guesses is learnt
+        for each grade."""
+        ...
 
     def propose(self, tokens: Sequence[int], max_tokens: int) -> list[int]:
         """Guess what comes next.
@@ -22,6 +30,16 @@ class Drafter(Protocol):
         ...
 
 
+class EngineDrafter:
+    """Leaves the guesses to the engine, which must be one that drafts itself."""
+
+    grade = 0
+
+    def propose(self, tokens: Sequence[int], max_tokens: int) -> list[int]:
+        """As `Drafter.propose`: places for as many drafts as are wanted."""
+        return [ENGINE_DRAFT] * max_tokens
+
+
 @dataclass(frozen=True, kw_only=True)
 class Speculation:
     """How answers are drafted. Raises ValueError if `max_drafts` is below 1."""
@@ -32,6 +50,13 @@ class Speculation:
     """Most drafts of one answer in a step."""
     adaptive: bool = True
     """Whether drafts are verified only where that pays, by what is measured; else wherever there are any."""
+    name: str = "drafts"
+    """What drafts, for metrics and receipts."""
+
+    @property
+    def in_engine(self) -> bool:
+        """Whether the engine drafts."""
+        return self.drafter is EngineDrafter
 
     def __post_init__(self) -> None:
         if self.max_drafts < 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -37,50 +38,69 @@ class Acceptance:
         return (self._hits + _PRIOR_WEIGHT * prior) / (self._trials + _PRIOR_WEIGHT)
 
 
+class StepKind(NamedTuple):
+    """What the time of a step without prompt tokens depends on."""
+
+    shape: StepShape
+    num_rounds: int = 0
+    """Tokens that the engine drafts one after another before it verifies them."""
+
+    @property
+    def size(self) -> int:
+        """Grows with the work."""
+        return self.shape.rows + self.num_rounds
+
+
 class StepSeconds:
-    """How long steps of each shape take from one's end to the next one's, host and device together.
+    """How long steps of each kind take from one's end to the next one's, host and device together.
 
     It says what decoding gets through: of an overlapped step the host's work is hidden, and of one whose
     drafts wait for the step before it is not.
     """
 
     def __init__(self) -> None:
-        self._means: dict[StepShape, float] = {}
-        self._counts: Counter[StepShape] = Counter()
+        self._means: dict[StepKind, float] = {}
+        self._counts: Counter[StepKind] = Counter()
+        self._hints: dict[StepKind, float] = {}
 
-    def observe(self, shape: StepShape, seconds: float) -> None:
-        """A step without prompt tokens took so long. The first of its shape is left out: it warms up."""
-        self._counts[shape] += 1
-        num_seen = self._counts[shape] - 1
+    def observe(self, kind: StepKind, seconds: float) -> None:
+        """A step took so long. The first of its kind is left out: it warms up."""
+        self._counts[kind] += 1
+        num_seen = self._counts[kind] - 1
         if num_seen:
-            mean = self._means.get(shape, seconds)
-            # A pause of the machine is no news of the shape; a lasting change is learnt all the same.
+            mean = self._means.get(kind, seconds)
+            # A pause of the machine is no news of the kind; a lasting change is learnt all the same.
             news = min(seconds, 2.0 * mean) - mean
-            self._means[shape] = mean + news / min(num_seen, _MEMORY)
+            self._means[kind] = mean + news / min(num_seen, _MEMORY)
 
-    def measured(self, shape: StepShape) -> float | None:
-        """Seconds of a step; None for a shape that has not been seen."""
-        return self._means.get(shape)
+    def hint(self, kind: StepKind, seconds: float) -> None:
+        """A step that did something else took so long; it counts where nothing better is known."""
+        self._hints[kind] = min(seconds, self._hints.get(kind, seconds))
 
-    def predict(self, shape: StepShape) -> float:
-        """Seconds of a step; of a shape not seen yet between what the next smaller and larger ones take, or
+    def mean(self, kind: StepKind) -> float | None:
+        """Seconds of such a step; None where none has been seen."""
+        return self._means.get(kind)
+
+    def predict(self, kind: StepKind) -> float:
+        """Seconds of a step; of a kind not seen yet between what the next smaller and larger ones take, or
         as little as can be, so that it is tried."""
-        mean = self._means.get(shape)
+        known = self._hints | self._means
+        mean = known.get(kind)
         if mean is not None:
             return mean
-        seen = [(one.rows, mean) for one, mean in self._means.items()]
-        rows, low = max((point for point in seen if point[0] <= shape.rows), default=(0, 0.0))
-        more_rows, high = min((point for point in seen if point[0] > shape.rows), default=(0, low))
-        if not rows or high <= low:
+        seen = [(one.size, mean) for one, mean in known.items()]
+        size, low = max((point for point in seen if point[0] <= kind.size), default=(0, 0.0))
+        larger, high = min((point for point in seen if point[0] > kind.size), default=(0, low))
+        if not size or high <= low:
             return low
-        return low + (high - low) * (shape.rows - rows) / (more_rows - rows)
+        return low + (high - low) * (kind.size - size) / (larger - size)
 
 
 def worthwhile_counts(
     rates: Sequence[float],
     lengths: Sequence[int],
     max_drafts: int,
-    seconds: Callable[[int], float],
+    seconds: Callable[[int, int], float],
     *,
     num_decoding: int,
 ) -> IntArray:
@@ -90,7 +110,7 @@ def worthwhile_counts(
         rates: for each sequence with drafts how likely one is accepted if those before it are.
         lengths: how many it has.
         max_drafts: the most of all together.
-        seconds: of a step that verifies so many.
+        seconds: of a step that verifies so many, and of one sequence so many at most.
         num_decoding: sequences in the step; each gets a token in any case.
 
     Returns int32 [sequences].
@@ -101,6 +121,7 @@ def worthwhile_counts(
     chances: npt.NDArray[np.float64] = np.asarray(rates, np.float64)[owners] ** places
     order = np.argsort(-chances, kind="stable")[:max_drafts]
     expected = num_decoding + np.concatenate([[0.0], np.cumsum(chances[order])])
-    times = np.array([seconds(number) for number in range(len(expected))])
+    longest = np.concatenate([[0], np.maximum.accumulate(places[order])])
+    times = np.array([seconds(number, int(most)) for number, most in enumerate(longest)])
     best = int(np.argmax(expected / np.maximum(times, 1e-9)))
     return np.bincount(owners[order[:best]], minlength=len(rates)).astype(np.int32)

@@ -12,7 +12,7 @@ class NgramDrafter:
     far as is wanted. Each new token costs a look-up for each length of ending, however long the text is.
     """
 
-    def __init__(self, min_ngram: int = 2, max_ngram: int = 4) -> None:
+    def __init__(self, min_ngram: int = 1, max_ngram: int = 4) -> None:
         """Args:
             min_ngram: tokens that must agree at least.
             max_ngram: tokens beyond which it does not count how many more agree.
@@ -27,6 +27,12 @@ class NgramDrafter:
         """For each n-gram of these sizes how many tokens the text had when it last ended in it."""
         self._follower: int | None = None
         """Where that is which followed the text's ending before."""
+        self._grade = 0
+
+    @property
+    def grade(self) -> int:
+        """How many tokens agreed."""
+        return self._grade
 
     def propose(self, tokens: Sequence[int], max_tokens: int) -> list[int]:
         """As `Drafter.propose`."""
@@ -48,5 +54,5 @@ class NgramDrafter:
                 continue
             ngram = tuple(text[-size:])
             if self._follower is None:
-                self._follower = self._ends.get(ngram)
+                self._follower, self._grade = self._ends.get(ngram), size
             self._ends[ngram] = length

@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 from jaxserve.outputs import RequestOutput
+from jaxserve.scheduling.draft_tally import SpeculationStatistics
 from jaxserve.version import __version__
 from server.core.identity import ModelIdentity
 from server.core.requests import CachePath, Choice, GenerateRequest, Receipt
 
 
 def make_receipt(
-    identity: ModelIdentity, request: GenerateRequest, output: RequestOutput, choice: Choice, reuses: bool
+    identity: ModelIdentity,
+    request: GenerateRequest,
+    output: RequestOutput,
+    choice: Choice,
+    reuses: bool,
+    speculation: SpeculationStatistics | None,
 ) -> Receipt:
     """The receipt of an answered request, whose priority is the class that it was served in.
 
-    `reuses`: whether the engine keeps a prefix cache at all.
+    Args:
+        identity: what answered.
+        request: what was asked.
+        output: what came of it.
+        choice: why this route answered.
+        reuses: whether the engine keeps a prefix cache at all.
+        speculation: how the route's drafting stands; None where nothing drafts.
     """
+    drafts = output.drafts
     return Receipt(
         route=choice.route,
         route_reason=choice.reason,
@@ -29,6 +42,12 @@ def make_receipt(
         tenant=request.tenant,
         priority_class=request.priority_class,
         decoding="greedy" if request.params.greedy else "sampled",
+        drafter=speculation.drafter if speculation else "",
+        drafting_state=speculation.state if speculation else "",
+        drafted_tokens=drafts.num_drafted,
+        accepted_tokens=drafts.num_accepted,
+        accepted_length=round(drafts.accepted_length, 3),
+        drafting_saved_seconds=round(drafts.seconds_saved, 6),
         seed=output.seed,
         engine_version=__version__,
     )

@@ -151,6 +151,19 @@ class Receipt:
     """The class that it was served in: a retry's may be another than it asked for."""
     decoding: str
     """"greedy" or "sampled"."""
+    drafter: str
+    """What drafted the answer; "" where nothing does on this route."""
+    drafting_state: str
+    """How drafting stood on this route at the answer's end: "drafting", "measuring" while plain steps are
+    timed, "no_drafts" or "does_not_pay" while it rests; "" where nothing drafts."""
+    drafted_tokens: int
+    accepted_tokens: int
+    """Of the drafted, the ones that became part of the answer."""
+    accepted_length: float
+    """Tokens that a verification of drafts brought on average; 0 where there was none."""
+    drafting_saved_seconds: float
+    """By which drafts made the answer come sooner than plain steps would have, by measured step times; below
+    0 later."""
     seed: int
     engine_version: str
 

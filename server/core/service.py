@@ -261,7 +261,10 @@ class Service:
             for timer in timers:
                 timer.cancel()
             self._open.pop(name, None)
-            receipt = None if output is None else make_receipt(self.identity, request, output, choice, reuses)
+            receipt = None
+            if output is not None:
+                speculation = self.engine.snapshot().speculation
+                receipt = make_receipt(self.identity, request, output, choice, reuses, speculation)
             self._report(_record(request, request_id, len(token_ids), watch, output, error, receipt))
             return receipt
 

@@ -169,8 +169,10 @@ class SmallPool:
     def load_slot(self, load: SlotLoad) -> None:
         self._engine.load_slot(load)
 
-    def load_masks(self, slots: IntArray, masks: npt.NDArray[np.uint32]) -> None:
-        self._engine.load_masks(slots, masks)
+    def load_masks(
+        self, slots: IntArray, masks: npt.NDArray[np.uint32], ahead: IntArray | None = None
+    ) -> None:
+        self._engine.load_masks(slots, masks, ahead)
 
     def dispatch(self, plan: StepPlan) -> StepHandle:
         return self._engine.dispatch(plan)

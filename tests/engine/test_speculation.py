@@ -15,10 +15,12 @@ from jaxserve.loop import HostLoop
 from jaxserve.outputs import RequestOutput
 from jaxserve.plan import SamplingParams, SequencePlan, SlotLoad, StepPlan, StepShape
 from jaxserve.scheduling import CacheIdentity
-from jaxserve.speculation import Drafter, NgramDrafter, Speculation
+from jaxserve.speculation import Drafter, EngineDrafter, NgramDrafter, Speculation
 from tests.drafters import foreseeing
 from tests.engine.models import serve, small_engine
 from tests.oracle.tiny_models import write_tiny_model
+from tests.policies import UNFORESEEN
+from tests.remainder_grammars import RemainderGrammars, gated
 
 Case = tuple[list[int], SamplingParams]
 MAX_DRAFTS = 5
@@ -112,6 +114,27 @@ def test_drafts_change_nothing_to_the_bit(
     assert engine.compiles_after_ready == 0
 
 
+@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlapped"])
+def test_drafts_of_answers_held_to_a_grammar_change_nothing(engine: DeviceEngine, overlap: bool) -> None:
+    limits = engine.limits
+    grammars = RemainderGrammars(limits.vocab_size, limits.eos_token_ids[0])
+    every = [
+        gated(18, max_tokens=30, temperature=0, logprobs=2),
+        gated(40, max_tokens=25, seed=4, n=3, repetition_penalty=1.4, frequency_penalty=0.5),
+        SamplingParams(max_tokens=30, temperature=0.9, seed=2, ignore_eos=True),
+        gated(15, max_tokens=30, seed=5, min_tokens=15, allowed_token_ids=list(range(1, 80)), top_k=9),
+    ]
+    requests = [(list(range(7 + number, 30, 2)), params) for number, params in enumerate(every)]
+    plain = serve(HostLoop(engine, overlap=False, grammars=grammars), requests)
+    texts = [p + list(s.token_ids) for (p, _), o in zip(requests, plain, strict=True) for s in o.outputs]
+    speculation = Speculation(drafter=foreseeing(texts, 90), max_drafts=MAX_DRAFTS, adaptive=False)
+    outputs = serve(HostLoop(engine, overlap=overlap, grammars=grammars, speculation=speculation), requests)
+    assert list(facts(outputs)) == list(facts(plain))
+    assert all(output.drafts.num_accepted > 0 for output in outputs)
+    assert [output.outputs[0].finish_reason for output in outputs] == ["stop", "length", "length", "stop"]
+    assert engine.compiles_after_ready == 0
+
+
 def test_drafts_in_steps_of_their_own_shapes(tmp_path: Path) -> None:
     """Where shapes round differently the tokens are the same, as float32 has margin enough."""
     folder = write_tiny_model("qwen3", tmp_path)
@@ -146,6 +169,47 @@ def test_drafts_are_accepted_while_they_agree(engine: DeviceEngine, expected: li
         plan = StepPlan.of([SequencePlan(1, rows, rows)], (), engine.limits.fit(rows, 1, rows, False))
         plan = replace(plan, drafts=np.array([-1, *drafts], np.int32))
         assert engine.collect(engine.dispatch(plan)).tokens.tolist() == tokens
+
+
+@pytest.mark.parametrize(
+    ("family", "num_layers", "kv_format"), [("qwen3", 1, "float32"), ("gemma3", 5, "int8")]
+)
+def test_drafts_by_the_first_layers_change_nothing_to_the_bit(
+    family: str, num_layers: int, kv_format: str, tmp_path: Path
+) -> None:
+    """Alone, in batches, with prefixes kept and pages so few that some are preempted."""
+    engine = small_engine(
+        write_tiny_model(family, tmp_path),
+        deterministic=True,
+        chunk_rows=(16, 64),
+        max_drafts=3,
+        draft_layers=num_layers,
+        kv_format=kv_format,
+        num_pages=14,
+    )
+    requests = cases() * 2
+    plain = serve(HostLoop(engine, overlap=False), requests, together=False)
+    loop = HostLoop(
+        engine,
+        max_chunk=24,
+        policy=UNFORESEEN,
+        cache=CacheIdentity(model="tiny", kv_format=kv_format),
+        speculation=Speculation(drafter=EngineDrafter, max_drafts=3, adaptive=False, name="skip"),
+    )
+    outputs = serve(loop, requests)
+    assert list(facts(outputs)) == list(facts(plain))
+    if family == "qwen3":  # The other's windows give pages back.
+        assert sum(output.metrics.num_preemptions for output in outputs) > 0
+    drafted = loop.snapshot().speculation
+    assert drafted is not None
+    assert 0 < drafted.num_accepted < drafted.num_drafted
+    assert engine.compiles_after_ready == 0
+
+
+def test_an_engine_that_does_not_draft_is_not_asked_to(engine: DeviceEngine) -> None:
+    speculation = Speculation(drafter=EngineDrafter, max_drafts=2, name="skip:3")
+    with pytest.raises(ValueError, match="speculation 'skip:3': the engine does not draft itself"):
+        HostLoop(engine, speculation=speculation)
 
 
 def test_a_shape_without_drafts_takes_none() -> None:

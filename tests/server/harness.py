@@ -13,6 +13,7 @@ from jaxserve.loop import HostLoop
 from jaxserve.opened_model import make_loop
 from jaxserve.plan import EngineLimits, SamplingParams, StepHandle, StepResult
 from jaxserve.scheduling import DEFAULT_POLICY, SchedulerPolicy
+from jaxserve.speculation import Speculation
 from server.core import GenerateRequest, ModelIdentity, Service
 from server.core.identity import tokenizer_fingerprint
 from tests.fake_engine import FakeEngine
@@ -73,6 +74,7 @@ async def serving(
     max_waiting: int = 64,
     policy: SchedulerPolicy = DEFAULT_POLICY,
     prefix_cache: bool = True,
+    speculation: Speculation | None = None,
 ) -> AsyncIterator[tuple[Service, HostLoop]]:
     """A running service, and its loop to look at; afterwards every page and slot must be free."""
     loop = make_loop(
@@ -81,6 +83,7 @@ async def serving(
         cache=CACHE if prefix_cache else None,
         policy=replace(policy, max_waiting=max_waiting),
         gated=True,
+        speculation=speculation,
     )
     engine = Engine(loop)
     try:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 
 from jaxserve.plan import StepShape
-from jaxserve.speculation.gain import Acceptance, StepSeconds, worthwhile_counts
+from jaxserve.speculation.gain import Acceptance, StepKind, StepSeconds, worthwhile_counts
 
 
 @given(
@@ -28,7 +28,9 @@ def test_no_other_choice_brings_more_tokens_a_second(
         chances = [rate**place for rate, n in zip(rates, counts, strict=True) for place in range(1, n + 1)]
         return (num_decoding + sum(chances)) / times[sum(counts)]
 
-    chosen = worthwhile_counts(rates, lengths, max_drafts, times.__getitem__, num_decoding=num_decoding)
+    chosen = worthwhile_counts(
+        rates, lengths, max_drafts, lambda number, longest: times[number], num_decoding=num_decoding
+    )
     possible = itertools.product(*(range(length + 1) for length in lengths))
     best = max(speed(counts) for counts in possible if sum(counts) <= max_drafts)
     assert sum(chosen) <= max_drafts
@@ -37,8 +39,8 @@ def test_no_other_choice_brings_more_tokens_a_second(
 
 def test_where_rows_are_free_all_are_verified_and_where_they_are_dear_none() -> None:
     rates, lengths = [0.3, 0.6], [4, 2]
-    free = worthwhile_counts(rates, lengths, 9, lambda number: 1.0, num_decoding=2)
-    dear = worthwhile_counts(rates, lengths, 9, lambda number: 1.0 + number, num_decoding=2)
+    free = worthwhile_counts(rates, lengths, 9, lambda *_: 1.0, num_decoding=2)
+    dear = worthwhile_counts(rates, lengths, 9, lambda number, longest: 1.0 + number, num_decoding=2)
     assert (free.tolist(), dear.tolist()) == ([4, 2], [0, 0])
 
 
@@ -55,7 +57,7 @@ def test_acceptance_begins_with_what_others_have_shown_and_follows_what_it_sees(
 
 def test_shapes_that_nobody_has_seen_lie_between_their_neighbours_or_are_tried() -> None:
     seconds = StepSeconds()
-    one, four, nine = (StepShape(rows, rows, rows) for rows in (1, 4, 9))
+    one, four, nine = (StepKind(StepShape(rows, rows, rows)) for rows in (1, 4, 9))
     assert seconds.predict(four) == 0.0
     for shape, taken in [(one, 2.0), (nine, 10.0)]:
         seconds.observe(shape, 99.0)  # It warms up.
@@ -65,7 +67,7 @@ def test_shapes_that_nobody_has_seen_lie_between_their_neighbours_or_are_tried()
 
 
 def test_a_pause_teaches_little_and_a_lasting_change_is_learnt() -> None:
-    seconds, shape = StepSeconds(), StepShape(4, 4, 4)
+    seconds, shape = StepSeconds(), StepKind(StepShape(4, 4, 4))
     for _ in range(20):
         seconds.observe(shape, 6.0)
     seconds.observe(shape, 6000.0)

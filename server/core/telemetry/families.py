@@ -5,6 +5,7 @@ Names that begin with `vllm:` mean what they mean in vLLM. All have the label `m
 
 from __future__ import annotations
 
+from jaxserve.scheduling.draft_tally import DRAFTING_STATES
 from jaxserve.version import __version__
 from server.core.telemetry.family import (
     Family,
@@ -35,6 +36,13 @@ def _model_info(view: View) -> list[Sample]:
 
 def _finished(view: View) -> list[Sample]:
     return [((reason,), view.counts.num_finished[reason]) for reason in FINISH_REASONS]
+
+
+def _drafting_state(view: View) -> list[Sample]:
+    standing = view.snapshot.speculation
+    if standing is None:
+        return [(("none", "off"), 1.0)]
+    return [((standing.drafter, state), float(state == standing.state)) for state in DRAFTING_STATES]
 
 
 _LOADS = (
@@ -152,6 +160,24 @@ _STEPS = (
         "vllm:spec_decode_num_accepted_tokens",
         "Of those, the ones that became part of answers.",
         lambda view: view.speculation.num_accepted,
+    ),
+    gauge(
+        "jaxserve:spec_decode_accepted_length",
+        "Tokens that the verification of a draft has brought on average; 0 before the first.",
+        lambda view: view.speculation.accepted_length,
+    ),
+    gauge(
+        "jaxserve:spec_decode_saved_seconds",
+        "Time that drafts have saved decoding against plain steps, by measured step times; below 0 lost.",
+        lambda view: view.speculation.seconds_saved,
+    ),
+    Family(
+        "jaxserve:spec_decode_state",
+        "gauge",
+        "1 for how drafting stands now, else 0: it drafts, times plain steps (measuring), rests as there was "
+        "nothing to draft from (no_drafts) or as drafts cost more than they bring (does_not_pay), or is off.",
+        _drafting_state,
+        ("drafter", "state"),
     ),
     counter(
         "jaxserve:spec_decode_seconds",

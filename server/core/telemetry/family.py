@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 
 from jaxserve.loop_stats import STEP_ROWS_BUCKETS, LoopSnapshot
 from jaxserve.scheduling import ClassLoad
-from jaxserve.scheduling.drafting import SpeculationStatistics
+from jaxserve.scheduling.draft_tally import SpeculationStatistics
 from jaxserve.scheduling.page_swap import SwapStatistics
 from jaxserve.scheduling.prefix_tree import PrefixStatistics
 from server.core.service import Load, Service

@@ -253,7 +253,7 @@ class Timings(_message.Message):
     def __init__(self, queue: _Optional[float] = ..., prefill: _Optional[float] = ..., first_token: _Optional[float] = ..., per_token: _Optional[float] = ..., total: _Optional[float] = ...) -> None: ...
 
 class Receipt(_message.Message):
-    __slots__ = ("model", "model_fingerprint", "tokenizer_fingerprint", "precision", "kv_format", "reused_tokens", "decoding", "seed", "engine_version", "route", "route_reason", "cache_path", "cache_namespace", "tenant", "priority_class")
+    __slots__ = ("model", "model_fingerprint", "tokenizer_fingerprint", "precision", "kv_format", "reused_tokens", "decoding", "seed", "engine_version", "route", "route_reason", "cache_path", "cache_namespace", "tenant", "priority_class", "drafter", "drafting_state", "drafted_tokens", "accepted_tokens", "accepted_length", "drafting_saved_seconds")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
@@ -269,6 +269,12 @@ class Receipt(_message.Message):
     CACHE_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_CLASS_FIELD_NUMBER: _ClassVar[int]
+    DRAFTER_FIELD_NUMBER: _ClassVar[int]
+    DRAFTING_STATE_FIELD_NUMBER: _ClassVar[int]
+    DRAFTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    DRAFTING_SAVED_SECONDS_FIELD_NUMBER: _ClassVar[int]
     model: str
     model_fingerprint: str
     tokenizer_fingerprint: str
@@ -284,7 +290,13 @@ class Receipt(_message.Message):
     cache_namespace: str
     tenant: str
     priority_class: str
-    def __init__(self, model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., precision: _Optional[str] = ..., kv_format: _Optional[str] = ..., reused_tokens: _Optional[int] = ..., decoding: _Optional[str] = ..., seed: _Optional[int] = ..., engine_version: _Optional[str] = ..., route: _Optional[str] = ..., route_reason: _Optional[str] = ..., cache_path: _Optional[str] = ..., cache_namespace: _Optional[str] = ..., tenant: _Optional[str] = ..., priority_class: _Optional[str] = ...) -> None: ...
+    drafter: str
+    drafting_state: str
+    drafted_tokens: int
+    accepted_tokens: int
+    accepted_length: float
+    drafting_saved_seconds: float
+    def __init__(self, model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., precision: _Optional[str] = ..., kv_format: _Optional[str] = ..., reused_tokens: _Optional[int] = ..., decoding: _Optional[str] = ..., seed: _Optional[int] = ..., engine_version: _Optional[str] = ..., route: _Optional[str] = ..., route_reason: _Optional[str] = ..., cache_path: _Optional[str] = ..., cache_namespace: _Optional[str] = ..., tenant: _Optional[str] = ..., priority_class: _Optional[str] = ..., drafter: _Optional[str] = ..., drafting_state: _Optional[str] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., accepted_length: _Optional[float] = ..., drafting_saved_seconds: _Optional[float] = ...) -> None: ...
 
 class Final(_message.Message):
     __slots__ = ("request_id", "samples", "usage", "timings", "receipt")

@@ -1,0 +1,123 @@
+"""Whether drafting goes on or rests, by what steps are measured to take with it and without."""
+
+from __future__ import annotations
+
+from jaxserve.plan import EngineLimits
+from jaxserve.scheduling.draft_tally import DraftingState
+from jaxserve.scheduling.request import Request
+from jaxserve.scheduling.step import ScheduledStep
+from jaxserve.speculation.budget import DraftingBudget
+from jaxserve.speculation.gain import StepKind, StepSeconds
+
+_NUM_TIMED = 4
+"""Plain steps to time where none of their size has been."""
+_LONGEST_UNTIMED = 128
+"""Steps after which plain ones are timed again: machines and contexts change."""
+
+
+class DraftPace:
+    """Times steps, and keeps the accounts of what drafting saves.
+
+    A step is *waited* for if it was planned when nothing was in flight, so that drafts could follow the last
+    tokens; the other steps overlap, and are what drafting is held against.
+    """
+
+    def __init__(self, limits: EngineLimits, *, adaptive: bool) -> None:
+        self._limits = limits
+        self._adaptive = adaptive
+        self._budget = DraftingBudget()
+        self._plain = StepSeconds()
+        """Of steps that were not waited for."""
+        self._waited = StepSeconds()
+        self._num_to_time = _NUM_TIMED if adaptive else 0
+        self._num_untimed = 0
+        """Steps waited for since plain ones have been timed."""
+        self._had_drafts = False
+        """Whether there were any since drafting last began."""
+        self._share = 0.0
+        """Seconds that an accepted draft of the step just collected has saved its answer."""
+        self._num_sharing = 1
+        self._plain_step = 0.0
+        self.drafted_seconds = self.plain_seconds = 0.0
+        """See `SpeculationStatistics`."""
+
+    @property
+    def active(self) -> bool:
+        """Whether the next step is to have drafts, and so to wait for the one before it."""
+        return not self._num_to_time and (self._budget.open or not self._adaptive)
+
+    @property
+    def state(self) -> DraftingState:
+        if self.active:
+            return "drafting"
+        if self._num_to_time and self._budget.open:
+            return "measuring"
+        return "does_not_pay" if self._had_drafts else "no_drafts"
+
+    def begin(self, num_decoding: int) -> bool:
+        """A step is planned; return whether it may have drafts, beside so many rows of known tokens."""
+        if not self.active:
+            self._num_to_time = max(0, self._num_to_time - 1)
+            return False
+        if not self._adaptive:
+            return True
+        self._num_untimed += 1
+        if self._plain.mean(self.plain_kind(num_decoding)) is None or self._num_untimed > _LONGEST_UNTIMED:
+            self._num_to_time, self._num_untimed = _NUM_TIMED - 1, 0
+            return False
+        return True
+
+    def note_drafts(self) -> None:
+        """There are drafts to choose from."""
+        self._had_drafts = True
+
+    def seconds(self, num_decoding: int, num_drafts: int, num_rounds: int) -> float:
+        """What a step is expected to take that verifies so many drafts."""
+        if not num_drafts:
+            return self._plain.predict(self.plain_kind(num_decoding))
+        rows = num_decoding + num_drafts
+        return self._waited.predict(StepKind(self._limits.fit(rows, num_decoding, rows, False), num_rounds))
+
+    def plain_kind(self, num_decoding: int) -> StepKind:
+        """A step without drafts."""
+        return StepKind(self._limits.fit(num_decoding, num_decoding, num_decoding, True))
+
+    def observe(self, step: ScheduledStep, num_rounds: int, seconds: float) -> None:
+        """A step has been collected so long after the one before, and is about to be committed."""
+        plan = step.plan
+        kind = StepKind(plan.shape, num_rounds)
+        num_drafts = 0 if step.num_drafts is None else int(step.num_drafts.sum())
+        self._share = 0.0
+        if step.loads or plan.num_rows != len(step.rows) + num_drafts:
+            self._waited.hint(kind, seconds)  # It computes prompts too.
+            return
+        each = seconds / plan.num_iterations
+        if not step.waited:
+            self._plain.observe(kind, each)
+            self._earn(plan.num_iterations)
+            return
+        self._waited.observe(kind, each)
+        plain = self._plain.mean(self.plain_kind(len(step.rows)))
+        if plain is not None:
+            self._share, self._plain_step, self._num_sharing = plain, plain, len(step.rows)
+            self.drafted_seconds += seconds
+            self.plain_seconds += plain * plan.num_iterations
+            self._save(step.cohort.requests, plain * plan.num_iterations - seconds)
+
+    def accept(self, requests: list[Request]) -> None:
+        """Drafts of the step just observed have become tokens of these answers."""
+        if self._share:
+            self.plain_seconds += self._share * len(requests) / self._num_sharing
+            self._save(requests, self._share)
+
+    def _save(self, requests: list[Request], seconds: float) -> None:
+        """Each of these answers is so much ahead of plain decoding."""
+        for request in requests:
+            request.drafts.seconds_saved += seconds
+        self._budget.settle(seconds * len(requests) / self._num_sharing / self._plain_step)
+
+    def _earn(self, num_steps: int) -> None:
+        rested = not self._budget.open
+        self._budget.earn(num_steps)
+        if rested and self._budget.open:
+            self._had_drafts = False

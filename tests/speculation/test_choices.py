@@ -1,0 +1,24 @@
+"""What drafts, by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxserve.speculation import EngineDrafter, NgramDrafter, named_speculation, read_speculative
+
+
+def test_names() -> None:
+    assert named_speculation(None, 7) is None
+    lookup, skip = named_speculation("ngram", 7), named_speculation("skip:12", 3)
+    assert lookup is not None
+    assert skip is not None
+    assert (lookup.drafter, lookup.max_drafts, lookup.name) == (NgramDrafter, 7, "ngram")
+    assert (skip.drafter, skip.max_drafts, skip.name) == (EngineDrafter, 3, "skip:12")
+    assert (lookup.in_engine, skip.in_engine) == (False, True)
+    assert read_speculative("skip:12").draft_layers == 12
+
+
+@pytest.mark.parametrize("name", ["", "guess", "skip", "skip:", "skip:0", "skip:-1", "skip:x", "ngram:2"])
+def test_other_names_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"'{name}' is not one of ngram, skip:N \(N layers, from 1 up\)"):
+        read_speculative(name)
