@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import describe
-from jaxserve.commands.options import parse_speculative
+from jaxserve.commands.options import parse_speculative, recipe_name
 from jaxserve.engine.build import EngineOptions
 from jaxserve.engine.engine import DeviceEngine
 from jaxserve.loop import HostLoop
@@ -209,9 +209,8 @@ def main() -> None:
     engine = model.build_engine(options)
     precision = precision_of(engine.config)
     machine = describe()
-    print(
-        f"{machine}\n{args.model}, {precision}, {args.speculative}, deterministic={engine.config.deterministic}"
-    )
+    invariant = engine.config.deterministic
+    print(f"{machine}\n{args.model}, {precision}, {args.speculative}, deterministic={invariant}")
     print(_HEAD, flush=True)
     rows: list[Row] = []
     for task, texts in read_prompts(args.prompts, args.num_prompts).items():
@@ -252,7 +251,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--streams", type=int, nargs="+", default=[1, 4], help="answers side by side")
     add("--tasks", nargs="+", choices=_TASKS, default=_TASKS)
     add("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
-    add("--quantize", type=recipe_name, metavar="RECIPE", help="number formats of the weights")
+    add("--quantize", type=recipe_name, metavar="RECIPE", help="formats of the weights")
     add(
         "--deterministic",
         action=argparse.BooleanOptionalAction,
