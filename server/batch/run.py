@@ -176,9 +176,13 @@ class BatchRun:
     def _prepare(self, asked: LineRequest) -> None:
         try:
             self._sweep.add(self._preparer.prepare(asked))
-        except (ApiError, ServiceError) as error:
-            shown = error if isinstance(error, ApiError) else from_service(error)
-            self._files.journal.append(refused(asked.line, asked.custom_id, new_name("req"), shown))
+        except ApiError as error:
+            self._refuse(asked, error)
+        except ServiceError as error:
+            self._refuse(asked, from_service(error))
+
+    def _refuse(self, asked: LineRequest, error: ApiError) -> None:
+        self._files.journal.append(refused(asked.line, asked.custom_id, new_name("req"), error))
 
     def _start(self, request: PreparedRequest) -> None:
         opened = _OpenRequest(request)

@@ -11,9 +11,16 @@ from typing import Any
 import pytest
 
 from jaxserve.cli import main
+from jaxserve.offline import OfflineLoop
+from jaxserve.opened_model import make_loop
+from server.batch import BatchFiles, BatchReport, BatchRun, Preparer
+from server.batch.run import READ_AHEAD, Progress
+from server.core.intake import Intake
+from server.http.tool_speech import ToolSpeech
 from tests.cli.conftest import opening
 from tests.conftest import REPOSITORY
-from tests.fake_model import FakeModel
+from tests.fake_engine import FakeEngine
+from tests.fake_model import CACHE, FakeModel, byte_tokenizer, fake_limits
 
 Json = dict[str, Any]
 Run = Callable[..., int]
@@ -56,16 +63,8 @@ def by_name(path: Path) -> dict[str, Json]:
     return named
 
 
-def texts(path: Path) -> dict[str, list[str]]:
-    """What the answers say, by custom_id."""
-    return {
-        name: [choice.get("text", choice.get("message")) for choice in record["response"]["body"]["choices"]]
-        for name, record in by_name(path).items()
-    }
-
-
 def install_command(folder: Path) -> None:
-    """Make `batch` a command of whoever has this folder on its path, as an installation of the project does."""
+    """Make `batch` a command of whoever has this folder on its path, as installing the project does."""
     entry = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
     group = entry["project"]["entry-points"]["jaxserve.commands"]
     (folder / "batch_command-1.dist-info").mkdir(parents=True)
@@ -93,3 +92,49 @@ def run(fake: FakeModel, tmp_path: Path) -> Run:
         return main(["batch", "fake", *paths, *arguments])
 
     return run_batch
+
+
+def run_over(
+    batch: Path,
+    answers: Path,
+    device: FakeEngine | None = None,
+    read_ahead: int = READ_AHEAD,
+    on_progress: Progress = lambda done, tokens: None,
+) -> BatchReport:
+    """One run in this process, without the command."""
+    device = device or FakeEngine(fake_limits())
+    tokenizer = byte_tokenizer()
+    loop = make_loop(device, tokenizer, cache=CACHE)
+    intake = Intake(tokenizer, loop.limits, {})
+    preparer = Preparer("fake", tokenizer, loop, intake, ToolSpeech("auto"))
+    with BatchFiles(batch, answers) as files:
+        runner = BatchRun(
+            files,
+            preparer,
+            OfflineLoop(loop),
+            num_slots=loop.limits.num_slots,
+            read_ahead=read_ahead,
+            on_progress=on_progress,
+        )
+        try:
+            report = runner.run()
+            files.finish()
+        finally:
+            loop.check_integrity()
+            assert loop.num_open == loop.num_running == 0 or loop.failure is not None
+    return report
+
+
+def comparable(record: Json) -> Json:
+    """A record without what differs from run to run: names, times, and what was reused."""
+    record = json.loads(json.dumps(record))
+    response = record["response"]
+    if response is not None:
+        response["request_id"] = ""
+        response["body"] |= {"id": "", "created": 0}
+        if "usage" in response["body"]:
+            del response["body"]["usage"]["prompt_tokens_details"]
+        for choice in response["body"].get("choices", ()):
+            for call in choice.get("message", {}).get("tool_calls", ()):
+                call["id"] = ""
+    return record
