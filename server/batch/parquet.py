@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from server.batch.lines import InputLine, line_of
 from server.batch.records import Json
-from server.batch.sources import InputLine, line_of
 
 try:
     import pyarrow as pa

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from server.batch.errors import LineError
-from server.batch.sources import InputLine
+from server.batch.lines import InputLine
 from server.http.errors import ApiError
 
 Json = dict[str, Any]

@@ -15,7 +15,7 @@ from jaxserve.prompts import EncodedPrompt
 from jaxserve.scheduling import ServiceTerms
 from jaxserve.text import Tokenizer
 from server.batch.errors import LineError
-from server.batch.sources import MAX_LINE_BYTES, InputLine
+from server.batch.lines import MAX_LINE_BYTES, InputLine
 from server.core import GenerateRequest, Routes, ServiceError, Status
 from server.core.grammars import follow
 from server.core.intake import Intake

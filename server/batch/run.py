@@ -12,9 +12,9 @@ from jaxserve.offline import OfflineLoop
 from jaxserve.outputs import AnswerDelta, RequestOutput
 from server.batch.errors import LineError
 from server.batch.files import BatchFiles
+from server.batch.lines import InputLine
 from server.batch.records import Json, answered, refused, unusable
 from server.batch.requests import LineRequest, PreparedRequest, Preparer, read_line
-from server.batch.sources import InputLine
 from server.batch.sweep import Sweep
 from server.core import ServiceError
 from server.http.answers import new_name
@@ -77,6 +77,7 @@ class BatchRun:
         *,
         num_slots: int,
         read_ahead: int = READ_AHEAD,
+        fingerprint: str | None = None,
         on_progress: Progress = lambda done, tokens: None,
     ) -> None:
         """Prepare a run.
@@ -87,12 +88,14 @@ class BatchRun:
             loop: nobody else may use it.
             num_slots: sequences that it runs at once.
             read_ahead: lines that are read before their turn.
+            fingerprint: of all that the answers depend on, which they bear as OpenAI's system_fingerprint.
             on_progress: see `Progress`.
         """
         self._files = files
         self._preparer = preparer
         self._loop = loop
         self._max_open = _OPEN_SHARE * num_slots
+        self._marks = {} if fingerprint is None else {"system_fingerprint": fingerprint}
         self._on_progress = on_progress
         self._lines = iter(files.lines)
         self._sweep = Sweep(read_ahead, READ_AHEAD_BYTES)
@@ -200,10 +203,9 @@ class BatchRun:
         self._num_cached_tokens += delta.output.num_cached_tokens
         if opened.complete:
             self._num_open -= opened.request.num_samples
-            self._files.journal.append(_record(opened))
+            self._files.journal.append(self._record(opened))
 
-
-def _record(opened: _OpenRequest) -> Json:
-    request = opened.request
-    body = request.answer.whole([output for _, output in sorted(opened.outputs.items())])
-    return answered(request.line, request.custom_id, request.request_id, body)
+    def _record(self, opened: _OpenRequest) -> Json:
+        request = opened.request
+        body = request.answer.whole([output for _, output in sorted(opened.outputs.items())])
+        return answered(request.line, request.custom_id, request.request_id, body | self._marks)

@@ -2,31 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
-MAX_LINE_BYTES = 8 * 2**20
-"""As much as the HTTP door takes of one request."""
+from server.batch.lines import MAX_LINE_BYTES, InputLine, digest_of
+
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-
-
-@dataclass(frozen=True)
-class InputLine:
-    """One line as it was read."""
-
-    number: int
-    """In the file, from 1."""
-    data: bytes | None
-    """What it says, without the end of the line; None if that is longer than MAX_LINE_BYTES."""
-    digest: str
-    """Sixteen hexadecimal digits that change with what it says."""
-
-    @property
-    def record_id(self) -> str:
-        """The `id` of its answer: which line of the file, and what it said."""
-        return f"batch_req_{self.number}-{self.digest}"
 
 
 class JsonLines:
@@ -41,12 +22,12 @@ class JsonLines:
             while data := file.readline(MAX_LINE_BYTES + 1):
                 number += 1
                 if len(data) > MAX_LINE_BYTES:
-                    yield InputLine(number, None, _digest(_whole_line(data, file.readline)))
+                    yield InputLine(number, None, digest_of(_whole_line(data, file.readline)))
                     continue
                 if number == 1:
                     data = data.removeprefix(_BYTE_ORDER_MARK)
                 if data := data.strip():
-                    yield InputLine(number, data, _digest([data]))
+                    yield InputLine(number, data, digest_of([data]))
 
 
 def open_source(path: Path) -> Iterable[InputLine]:
@@ -63,19 +44,7 @@ def open_source(path: Path) -> Iterable[InputLine]:
         return JsonLines(path)
 
 
-def line_of(number: int, data: bytes) -> InputLine:
-    """A line that says this."""
-    return InputLine(number, data if len(data) <= MAX_LINE_BYTES else None, _digest([data]))
-
-
 def _whole_line(begun: bytes, readline: Callable[[int], bytes]) -> Iterator[bytes]:
     while begun:
         yield begun
         begun = b"" if begun.endswith(b"\n") else readline(MAX_LINE_BYTES)
-
-
-def _digest(parts: Iterable[bytes]) -> str:
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(part)
-    return digest.hexdigest()[:16]

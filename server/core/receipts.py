@@ -31,6 +31,7 @@ def make_receipt(
         decoding="greedy" if request.params.greedy else "sampled",
         seed=output.seed,
         engine_version=__version__,
+        manifest=identity.manifest,
     )
 
 

@@ -153,6 +153,8 @@ class Receipt:
     """"greedy" or "sampled"."""
     seed: int
     engine_version: str
+    manifest: str = ""
+    """The hash of all that can change an answer or its speed: see `jaxserve.run_manifest`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -131,7 +131,7 @@ def comparable(record: Json) -> Json:
     response = record["response"]
     if response is not None:
         response["request_id"] = ""
-        response["body"] |= {"id": "", "created": 0}
+        response["body"] |= {"id": "", "created": 0, "system_fingerprint": ""}
         if "usage" in response["body"]:
             del response["body"]["usage"]["prompt_tokens_details"]
         for choice in response["body"].get("choices", ()):

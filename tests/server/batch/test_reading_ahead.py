@@ -16,9 +16,9 @@ from jaxserve.outputs import RequestOutput
 from jaxserve.plan import SamplingParams, SlotLoad, StepHandle, StepPlan
 from jaxserve.scheduling import ServiceTerms
 from server.batch.ledger import Ledger
+from server.batch.lines import InputLine, line_of
 from server.batch.records import RecordHead
 from server.batch.requests import LineRequest, PreparedPrompt, PreparedRequest
-from server.batch.sources import InputLine, line_of
 from server.batch.sweep import Sweep
 from tests.fake_engine import FakeEngine
 from tests.fake_model import fake_limits
@@ -147,14 +147,14 @@ def test_only_what_was_read_ahead_is_held(tmp_path: Path) -> None:
 
 
 def test_the_ledger_keeps_its_names_out_of_memory() -> None:
-    """As many names in a set would take forty megabytes."""
-    num_names = 300_000
+    """As many names in a set would take twenty megabytes."""
+    num_names = 150_000
     with Ledger() as ledger:
         before = resident_bytes()
         for number in range(1, num_names + 1):
             assert ledger.claim(f"request-{number:012d}", number) == number
             assert ledger.add(RecordHead(number, "0" * 16, failed=number % 2 == 0))
-        assert resident_bytes() - before < 12 * 2**20
+        assert resident_bytes() - before < 8 * 2**20
         assert ledger.claim("request-000000000007", num_names + 1) == 7
         assert ledger.digest(num_names) == "0" * 16
         assert ledger.digest(num_names + 1) is None
