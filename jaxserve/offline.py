@@ -13,8 +13,9 @@ from jaxserve.loop import HostLoop
 from jaxserve.outputs import AnswerDelta, RequestOutput
 from jaxserve.plan import SamplingParams
 from jaxserve.prompts import EncodedPrompt
+from jaxserve.scheduling import DEFAULT_TERMS, ServiceTerms
 
-_Sink = Callable[[AnswerDelta], None]
+_Sink = Callable[[AnswerDelta], object]
 
 
 class OfflineLoop:
@@ -49,7 +50,7 @@ class OfflineLoop:
         try:
             with interrupts_deferred():
                 for prompt, one in zip(prompts, params, strict=True):
-                    names.append(self._submit(prompt, one, take))
+                    names.append(self.submit(prompt, one, take))
             while len(outputs) < len(names):
                 self.step()
         finally:
@@ -59,8 +60,20 @@ class OfflineLoop:
     def stream(self, prompt: EncodedPrompt, params: SamplingParams) -> AnswerIterator:
         """Queue a request. Raises ValueError if it could never be served."""
         inbox: deque[AnswerDelta] = deque()
-        name = self._submit(prompt, params, inbox.append)
+        name = self.submit(prompt, params, inbox.append)
         return AnswerIterator(self, name, inbox)
+
+    def submit(
+        self, prompt: EncodedPrompt, params: SamplingParams, sink: _Sink, terms: ServiceTerms = DEFAULT_TERMS
+    ) -> str:
+        """Queue a request and return its name, for `abort`; each of its deltas goes to `sink` as it comes.
+
+        Raises ValueError if it could never be served.
+        """
+        name = f"request-{next(self._numbers)}"
+        self._loop.add(name, prompt.token_ids, params, prompt=prompt.text, terms=terms)
+        self._sinks[name] = sink
+        return name
 
     def check(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
         """Raise ValueError, naming the value and the limit, for a request that could never be served."""
@@ -101,12 +114,6 @@ class OfflineLoop:
     def drop_later(self, name: str) -> None:
         """End a request before the next step. May be called at any moment, by a finaliser too."""
         self._dropped.append(name)
-
-    def _submit(self, prompt: EncodedPrompt, params: SamplingParams, sink: _Sink) -> str:
-        name = f"request-{next(self._numbers)}"
-        self._loop.add(name, prompt.token_ids, params, prompt=prompt.text)
-        self._sinks[name] = sink
-        return name
 
     def _end(self, name: str) -> None:
         if self._sinks.pop(name, None) is not None:

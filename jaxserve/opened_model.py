@@ -16,6 +16,7 @@ from jaxserve.interrupts import interrupts_kept
 from jaxserve.loop import HostLoop
 from jaxserve.plan import EngineLimits, Grammar, SamplingParams, StepEngine
 from jaxserve.progress import StageBars
+from jaxserve.run_manifest import RunManifest, manifest_of
 from jaxserve.scheduling import DEFAULT_POLICY, AdmissionGate, CacheIdentity, SchedulerPolicy
 from jaxserve.scheduling.page_swap import PageSwap
 from jaxserve.speculation import Speculation, named_speculation
@@ -80,6 +81,26 @@ class OpenedModel:
     def cache_identity(self, engine: DeviceEngine) -> CacheIdentity:
         """What the pages of an engine that was built from it depend on, beside the tokens."""
         return cache_identity(self.checkpoint.fingerprint, engine.config)
+
+    def manifest(
+        self,
+        engine: DeviceEngine,
+        options: EngineOptions,
+        *,
+        policy: SchedulerPolicy = DEFAULT_POLICY,
+        prefix_caching: bool = True,
+        sampling_defaults: Mapping[str, Any] | None = None,
+    ) -> RunManifest:
+        """All that can change an answer or its speed: see `manifest_of`. By default as `LLM` runs."""
+        return manifest_of(
+            self.checkpoint.fingerprint,
+            self.tokenizer,
+            engine,
+            options,
+            policy=policy,
+            prefix_caching=prefix_caching,
+            sampling_defaults=self.sampling_defaults if sampling_defaults is None else sampling_defaults,
+        )
 
 
 def open_model(name: str | os.PathLike[str], *, progress: bool = False) -> OpenedModel:

@@ -15,6 +15,8 @@ _WORDS = {
     "convert": ("Converting", "tensors"),
 }
 _DELAY_SECONDS = 1.0
+_LINE_SECONDS = 30.0
+"""Between two lines about long work where nothing can draw a bar."""
 
 
 class StageBars:
@@ -25,7 +27,7 @@ class StageBars:
 
     def __init__(self, shown: bool) -> None:
         self._shown = shown
-        self._draws = sys.stderr.isatty() or "ipykernel" in sys.modules
+        self._draws = _can_draw()
         self._bars: dict[str, tqdm] = {}
         self._started = time.monotonic()
         self._lock = threading.Lock()
@@ -64,3 +66,58 @@ class StageBars:
             disable=not (self._shown and self._draws),
             leave=False,
         )
+
+
+class RequestBar:
+    """How far many requests have come, with tokens a second and the time that is left.
+
+    Where nothing can draw a bar there is a line every half minute.
+    """
+
+    def __init__(self, shown: bool, total: int, *, done: int = 0) -> None:
+        """`total` requests, of which so many were done before."""
+        self._shown = shown
+        self._draws = _can_draw()
+        self._total = total
+        self._before = done
+        self._started = self._told = time.monotonic()
+        self._bar = tqdm(
+            desc="Answering",
+            unit=" requests",
+            total=total,
+            initial=done,
+            smoothing=0.0,
+            disable=not (shown and self._draws),
+            leave=False,
+        )
+
+    def __call__(self, done: int, num_tokens: int) -> None:
+        """So many requests are done, those from before included; so many tokens have come since the start."""
+        now = time.monotonic()
+        rate = num_tokens / max(now - self._started, 1e-9)
+        if self._draws:
+            self._bar.set_postfix_str(f"{rate:.1f} tokens/s", refresh=False)
+            # A step may end no request, and still the time goes on.
+            self._bar.update(done - self._bar.n)
+        elif self._shown and now - self._told >= _LINE_SECONDS:
+            self._told = now
+            print(self._line(done, now - self._started, rate), file=sys.stderr, flush=True)
+
+    def __enter__(self) -> RequestBar:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.close()
+
+    def _line(self, done: int, seconds: float, rate: float) -> str:
+        line = f"{done} of {self._total} requests, {rate:.1f} tokens a second"
+        if done == self._before:
+            return line
+        left = seconds * (self._total - done) / (done - self._before)
+        return f"{line}, {tqdm.format_interval(left)} left"
+
+
+def _can_draw() -> bool:
+    return sys.stderr.isatty() or "ipykernel" in sys.modules

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
 LOGGER = logging.getLogger(__name__)
+_chosen: ContextVar[dict[str, str] | None] = ContextVar("chosen", default=None)
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,28 @@ def choose(
 
     Raises ValueError, saying why, where an override names none or one that cannot do it, or none can.
     """
+    entry, interpreted = _choose(operation, table, target, facts)
+    chosen = _chosen.get()
+    if chosen is not None:
+        names = {*chosen.get(operation, entry.name).split(", "), entry.name}
+        chosen[operation] = ", ".join(sorted(names))
+    return entry, interpreted
+
+
+@contextmanager
+def choices_recorded() -> Iterator[Mapping[str, str]]:
+    """Yields what is chosen for each operation by programs that this thread traces inside."""
+    chosen: dict[str, str] = {}
+    token = _chosen.set(chosen)
+    try:
+        yield chosen
+    finally:
+        _chosen.reset(token)
+
+
+def _choose(
+    operation: str, table: Sequence[Implementation], target: Target, facts: Mapping[str, Any]
+) -> tuple[Implementation, bool]:
     wanted = dict(target.overrides).get(operation)
     if wanted is not None:
         named = {entry.name: entry for entry in table}

@@ -53,7 +53,10 @@ policy, max_waiting, prefix_cache, generation_config or fallback, the route that
 no room for; may be repeated"""
 
 _POLICY_HELP = """scheduler policy, a .toml or .json file: priority classes with their shares, floors, targets
-and queue limits, quotas of tenants, the budget of retries (default: interactive, default and batch)"""
+and queue limits, quotas of tenants, the budget of retries (default: interactive, default and batch); or what
+--manifest has written, to serve with that policy, and to be refused unless all else is as it says, too"""
+_MANIFEST_HELP = """write down all that can change an answer or its speed, for --policy; receipts have its
+hash"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +123,7 @@ class Serve:
         add("--tokens", type=Path, metavar="FILE", help="let in bearer tokens: lines of TENANT TOKEN")
         add("--num-slots", type=int, metavar="N", help="sequences that run at once (default: by machine)")
         add("--policy", type=Path, metavar="FILE", help=_POLICY_HELP)
+        add("--manifest", type=Path, metavar="FILE", help=_MANIFEST_HELP)
         add(
             "--max-waiting",
             type=int,
@@ -201,7 +205,9 @@ def _serve(args: argparse.Namespace, access: Access, declared: Sequence[RouteArg
         from server.loading import ModelLoader
         from server.process import serve
 
-    loader = ModelLoader(declared, read_statistics(args), progress=shows_status(args))
+    loader = ModelLoader(
+        declared, read_statistics(args), progress=shows_status(args), manifest_file=args.manifest
+    )
     outlets = Outlets(read_outlets(args))
 
     async def main() -> int:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxserve.run_manifest import BATCH_PART
 from server.core import ModelIdentity, Service, identify
 from server.core.statistics import StatisticsOptions
 from server.core.telemetry.goodput import class_targets
@@ -14,6 +16,7 @@ from server.route_arguments import RouteArguments, model_name
 if TYPE_CHECKING:
     from jaxserve.config import EngineConfig
     from jaxserve.opened_model import OpenedModel
+    from jaxserve.run_manifest import RunManifest
     from jaxserve.scheduling import SchedulerPolicy
 
 
@@ -22,14 +25,30 @@ class ModelLoader:
 
     Raises ValueError for a model that cannot be read or options that cannot be met, PullError where a
     download fails.
+
+    A route whose policy file is a manifest is held to that: see `_check_drift`.
     """
 
     def __init__(
-        self, routes: Sequence[RouteArguments], statistics: StatisticsOptions, *, progress: bool
+        self,
+        routes: Sequence[RouteArguments],
+        statistics: StatisticsOptions,
+        *,
+        progress: bool,
+        manifest_file: Path | None = None,
     ) -> None:
-        """Raises ValueError for a policy that contradicts itself, OSError for a file that is not there."""
+        """`manifest_file`: where to write the manifest of the one route that there is.
+
+        Raises ValueError for a policy that contradicts itself, or a manifest file for several routes; OSError
+        for a file that is not there.
+        """
+        if manifest_file is not None and len(routes) != 1:
+            raise ValueError(
+                f"--manifest {manifest_file} is for one model, and there are {len(routes)} routes"
+            )
         self._routes = routes
-        self._policies = [route.read_policy() for route in routes]
+        self._policies = [route.read_frozen() for route in routes]
+        self._manifest_file = manifest_file
         self._statistics = replace(statistics, compiles_after_ready=self.compiles_after_ready)
         self._compiles_when_ready: int | None = None
         self._progress = progress
@@ -69,11 +88,23 @@ class ModelLoader:
         for route in self._routes:
             if route.model not in opened:
                 opened[route.model] = open_model(route.model, progress=self._progress)
-        for route, policy, chosen in zip(self._routes, self._policies, options, strict=True):
+        for route, (policy, frozen), chosen in zip(self._routes, self._policies, options, strict=True):
             model = opened[route.model]
             defaults = model.sampling_defaults if route.generation_config == "auto" else {}
             device = model.build_engine(chosen, progress=self._progress)
-            identity = identify(route.name, model_name(route.model), model, device.config, platform)
+            manifest = model.manifest(
+                device,
+                chosen,
+                policy=policy,
+                prefix_caching=route.prefix_cache,
+                sampling_defaults=defaults,
+            )
+            _check_drift(route, frozen, manifest)
+            if self._manifest_file is not None:
+                manifest.write(self._manifest_file)
+            identity = identify(
+                route.name, model_name(route.model), model, device.config, platform, manifest.digest
+            )
             self.lines += describe(identity, device.config, route, policy, defaults)
             loop = loop_of(model, device, chosen, prefix_caching=route.prefix_cache, policy=policy)
             yield Service(
@@ -90,6 +121,18 @@ class ModelLoader:
         if not self._statistics.class_targets:
             return self._statistics
         return replace(self._statistics, class_targets=class_targets(policy.classes))
+
+
+def _check_drift(route: RouteArguments, frozen: RunManifest | None, manifest: RunManifest) -> None:
+    """Raise ValueError, naming each difference, where a route is not what its manifest says.
+
+    What a batch wrote of itself alone does not concern a server.
+    """
+    if frozen is None:
+        return
+    parts = {*frozen.entries, *manifest.entries} - {BATCH_PART}
+    if drift := frozen.drift(manifest, parts):
+        raise ValueError(f"route {route.name!r} is not what {route.policy_file} says: {'; '.join(drift)}")
 
 
 def describe(
@@ -121,6 +164,7 @@ def describe(
         "slots": f"{config.num_slots} sequences of up to {config.max_model_len} tokens",
         "ladder": f"decode {decode}, chunk {chunk}",
         "sampling": f"{sampling} (generation_config.json)" if sampling else "the library's defaults",
+        "manifest": identity.manifest,
     }
     return [f"{name:<10}{text}" for name, text in parts.items()]
 

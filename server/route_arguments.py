@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from jaxserve.commands.options import parse_size, parse_speculative, recipe_name
 
 if TYPE_CHECKING:
+    from jaxserve.run_manifest import RunManifest
     from jaxserve.scheduling import SchedulerPolicy
 
 MAX_NAME_LEN = 128
@@ -48,10 +49,19 @@ class RouteArguments:
 
     def read_policy(self) -> SchedulerPolicy:
         """The policy in force. Raises ValueError for a file that is none, OSError for a missing one."""
-        from jaxserve.scheduling import DEFAULT_POLICY, SchedulerPolicy
+        return self.read_frozen()[0]
 
-        policy = DEFAULT_POLICY if self.policy_file is None else SchedulerPolicy.read(self.policy_file)
-        return policy if self.max_waiting is None else replace(policy, max_waiting=self.max_waiting)
+    def read_frozen(self) -> tuple[SchedulerPolicy, RunManifest | None]:
+        """The policy in force, and the manifest that it comes from, if the file is one: see `read_policy`."""
+        from jaxserve.run_manifest import read_policy_or_manifest
+        from jaxserve.scheduling import DEFAULT_POLICY
+
+        policy, frozen = DEFAULT_POLICY, None
+        if self.policy_file is not None:
+            policy, frozen = read_policy_or_manifest(self.policy_file)
+        if self.max_waiting is not None:
+            policy = replace(policy, max_waiting=self.max_waiting)
+        return policy, frozen
 
 
 def model_name(argument: str) -> str:

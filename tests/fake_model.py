@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, cast
 
@@ -10,7 +11,8 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 
 from jaxserve.opened_model import OpenedModel
 from jaxserve.plan import EngineLimits
-from jaxserve.scheduling import CacheIdentity
+from jaxserve.run_manifest import RunManifest
+from jaxserve.scheduling import DEFAULT_POLICY, CacheIdentity, SchedulerPolicy
 from jaxserve.text import Tokenizer
 from tests.fake_engine import FakeEngine, make_limits
 
@@ -59,6 +61,20 @@ class FakeModel:
 
     def cache_identity(self, engine: FakeEngine) -> CacheIdentity:
         return CACHE
+
+    def manifest(
+        self,
+        engine: FakeEngine,
+        options: Any,
+        *,
+        policy: SchedulerPolicy = DEFAULT_POLICY,
+        prefix_caching: bool = True,
+        sampling_defaults: Mapping[str, Any] | None = None,
+    ) -> RunManifest:
+        slots = {"num_slots": engine.limits.num_slots}
+        return RunManifest(
+            {"model": {"fingerprint": "fake"}, "sampling": {"defaults": sampling_defaults}, "engine": slots}
+        )
 
     def opened(self) -> OpenedModel:
         """Itself, in the eyes of a type checker."""

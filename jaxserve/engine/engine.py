@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
@@ -45,6 +45,11 @@ class DeviceEngine:
     @property
     def config(self) -> EngineConfig:
         return self._config
+
+    @property
+    def kernels(self) -> Mapping[str, str]:
+        """By operation the implementations that its steps were compiled with."""
+        return self._programs.kernels
 
     @property
     def weight_bytes(self) -> int:

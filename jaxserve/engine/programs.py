@@ -9,7 +9,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 import numpy as np
@@ -35,7 +35,7 @@ from jaxserve.model.cache import page_layouts
 from jaxserve.model.transformer import LayerLoop, Transformer
 from jaxserve.plan import SamplingParams, SlotLoad, StepPlan, StepShape
 from jaxserve.quantization import recipe_in_force
-from pallas_kernels.dispatch import Target, default_target
+from pallas_kernels.dispatch import Target, choices_recorded, default_target
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +70,8 @@ class Programs:
     """Decode shapes for several iterations, if the engine is made for them."""
     pages: tuple[PageProgram, ...] = ()
     """For each cache group what moves its pages, if the engine is made for that."""
+    kernels: Mapping[str, str] = field(default_factory=dict[str, str])
+    """By operation the implementations that the steps were compiled with."""
 
 
 def compile_programs(
@@ -109,15 +111,16 @@ def compile_programs(
         )
 
     steps: dict[StepShape, StepProgram] = {}
-    for shape in shapes:
-        steps[shape] = compile_step(shape, 1)
-        on_progress(1 + len(steps), total)
     iterated: dict[StepShape, StepProgram] = {}
-    for shape in repeated:
-        iterated[shape] = compile_step(shape, config.max_iterations)
-        on_progress(1 + len(steps) + len(iterated), total)
+    with choices_recorded() as kernels:
+        for shape in shapes:
+            steps[shape] = compile_step(shape, 1)
+            on_progress(1 + len(steps), total)
+        for shape in repeated:
+            iterated[shape] = compile_step(shape, config.max_iterations)
+            on_progress(1 + len(steps) + len(iterated), total)
     logger.info("compiled or read %d steps in %.1f s", total - 1, time.monotonic() - started)
-    return Programs(slots, steps, iterated, pages)
+    return Programs(slots, steps, iterated, pages, kernels)
 
 
 def _compile_slot_programs(config: EngineConfig, state: DeviceState) -> SlotPrograms:

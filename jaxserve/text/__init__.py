@@ -3,6 +3,7 @@
 from jaxserve.text.answer import AnswerText
 from jaxserve.text.chat_template import ChatTemplate, Message
 from jaxserve.text.detokenizer import IncrementalDetokenizer
+from jaxserve.text.fingerprint import tokenizer_fingerprint
 from jaxserve.text.stop_strings import StopStringMatcher
 from jaxserve.text.tokenizer import Tokenizer
 
@@ -13,4 +14,5 @@ __all__ = [
     "Message",
     "StopStringMatcher",
     "Tokenizer",
+    "tokenizer_fingerprint",
 ]

@@ -27,12 +27,9 @@ class GrammarChecks:
     async def check(self, grammar: Grammar | None) -> None:
         """Raise ServiceError: INVALID_ARGUMENT for a grammar that is malformed or takes too much to follow,
         RESOURCE_EXHAUSTED where too many wait, UNIMPLEMENTED where the engine follows none."""
-        if grammar is None:
+        if grammar is None or self._source is None:
+            follow(self._source, grammar)
             return
-        if self._source is None:
-            raise ServiceError(
-                Status.UNIMPLEMENTED, f"grammar {grammar.kind}: answers cannot be held to one here"
-            )
         if not self._free.acquire(blocking=False):
             raise ServiceError(
                 Status.RESOURCE_EXHAUSTED,
@@ -40,10 +37,25 @@ class GrammarChecks:
                 _RETRY_SECONDS,
                 reason="grammars",
             )
-        work = self._threads.submit(self._source.compile, grammar)
+        work = self._threads.submit(follow, self._source, grammar)
         # Not when the wait ends: that may be given up before the work is done.
         work.add_done_callback(lambda _: self._free.release())
-        try:
-            await asyncio.wrap_future(work)
-        except ValueError as error:
-            raise ServiceError(Status.INVALID_ARGUMENT, f"grammar {error}") from error
+        await asyncio.wrap_future(work)
+
+
+def follow(source: GrammarSource | None, grammar: Grammar | None) -> None:
+    """Compile a grammar, which takes a while the first time.
+
+    Raises ServiceError: INVALID_ARGUMENT for one that is malformed or takes too much to follow,
+    UNIMPLEMENTED where there is nothing to follow it.
+    """
+    if grammar is None:
+        return
+    if source is None:
+        raise ServiceError(
+            Status.UNIMPLEMENTED, f"grammar {grammar.kind}: answers cannot be held to one here"
+        )
+    try:
+        source.compile(grammar)
+    except ValueError as error:
+        raise ServiceError(Status.INVALID_ARGUMENT, f"grammar {error}") from error

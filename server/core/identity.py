@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from dataclasses import dataclass
 
 from jaxserve.config import EngineConfig
 from jaxserve.opened_model import OpenedModel
 from jaxserve.quantization import precision_of
-from jaxserve.text import Tokenizer
+from jaxserve.text import tokenizer_fingerprint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,10 +32,12 @@ class ModelIdentity:
     """Of the KV pool."""
     device: str
     """The platform that it runs on, such as "cpu"."""
+    manifest: str = ""
+    """The hash of all that can change an answer or its speed; "" where nobody has made one."""
 
 
 def identify(
-    name: str, model_name: str, model: OpenedModel, config: EngineConfig, device: str
+    name: str, model_name: str, model: OpenedModel, config: EngineConfig, device: str, manifest: str = ""
 ) -> ModelIdentity:
     """The identity of a loaded model.
 
@@ -47,6 +47,7 @@ def identify(
         model: its files.
         config: what the engine was compiled for.
         device: the platform that it runs on.
+        manifest: the hash of its manifest.
     """
     return ModelIdentity(
         name=name,
@@ -58,12 +59,5 @@ def identify(
         precision=precision_of(config),
         kv_format=config.cache.kv_format,
         device=device,
+        manifest=manifest,
     )
-
-
-def tokenizer_fingerprint(tokenizer: Tokenizer) -> str:
-    """A digest of all that decides which ids a text or a conversation becomes."""
-    rest = [tokenizer.special_tokens, tokenizer.chat_templates, tokenizer.eos_token_ids]
-    digest = hashlib.sha256(tokenizer.backend.to_str().encode())
-    digest.update(json.dumps(rest, sort_keys=True).encode())
-    return digest.hexdigest()[:32]

@@ -50,6 +50,7 @@ def make_receipt(
         drafting_saved_seconds=round(drafts.seconds_saved, 6),
         seed=output.seed,
         engine_version=__version__,
+        manifest=identity.manifest,
     )
 
 

@@ -166,6 +166,8 @@ class Receipt:
     0 later."""
     seed: int
     engine_version: str
+    manifest: str = ""
+    """The hash of all that can change an answer or its speed: see `jaxserve.run_manifest`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -102,7 +102,7 @@ class Routes:
 
     def state(self, name: str) -> RouteState:
         """How a route stands. Raises ServiceError, NOT_FOUND, for a name that no route has."""
-        service = self._services.get(self._resolve(name, "model"))
+        service = self._services.get(self.resolve(name, "model"))
         if service is None:
             return RouteState.DRAINING if self._draining else RouteState.LOADING
         if service.engine.failure is not None:
@@ -134,7 +134,7 @@ class Routes:
 
         Raises ServiceError: NOT_FOUND for a name that no route has, UNAVAILABLE while it loads.
         """
-        name = self._resolve(model, "model")
+        name = self.resolve(model, "model")
         service = self._services.get(name)
         if service is None:
             raise ServiceError(Status.UNAVAILABLE, f"model {name!r} is loading", _LOADING_RETRY)
@@ -152,7 +152,7 @@ class Routes:
     async def generate_all(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
         """Admit requests that name the same route and fallback: all of them on one route, or none."""
         model, accepted = requests[0].model, requests[0].fallback_route
-        first, *others = self._chain(self._resolve(model, "model"), accepted)
+        first, *others = self._chain(self.resolve(model, "model"), accepted)
         try:
             return await self._admit(first, requests, "requested" if model else "default")
         except ServiceError as error:
@@ -186,7 +186,7 @@ class Routes:
         self.start_draining()
         return all(await asyncio.gather(*(service.drain(seconds) for service in self.services)))
 
-    def _resolve(self, name: str | None, kind: str) -> str:
+    def resolve(self, name: str | None, kind: str) -> str:
         """The route of a name, of the default one for none. Raises ServiceError, NOT_FOUND."""
         if not name:
             return self.default
@@ -199,7 +199,7 @@ class Routes:
         """Where a request may go, in order. Raises ServiceError, NOT_FOUND, for an unknown fallback."""
         yield name
         if accepted:
-            if self._resolve(accepted, "fallback route") != name:
+            if self.resolve(accepted, "fallback route") != name:
                 yield accepted
             return
         while (fallback := self._fallbacks[name]) is not None:

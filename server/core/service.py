@@ -15,13 +15,14 @@ from typing import Any, TypeVar
 from jaxserve.async_engine import Engine
 from jaxserve.loop import LoopStoppedError
 from jaxserve.outputs import RequestOutput
-from jaxserve.plan import EngineLimits, SamplingParams
+from jaxserve.plan import EngineLimits
 from jaxserve.scheduling import CacheScope, KvSnapshot, OverloadError, ServiceTerms
 from jaxserve.text import Message, Tokenizer
 from server.core.errors import ServiceError, Status, deadline_passed, engine_failed
 from server.core.generation import Generation
 from server.core.grammars import GrammarChecks
 from server.core.identity import ModelIdentity
+from server.core.intake import Intake
 from server.core.receipts import make_receipt
 from server.core.requests import Choice, GenerateRequest, Receipt, RequestRecord
 from server.core.statistics import RateMeter, Statistics, StatisticsOptions
@@ -29,8 +30,6 @@ from server.core.telemetry.watch import StreamWatch
 
 _LONG_TEXT = 10_000
 """Characters from which on a text is encoded on a thread, so that no stream waits for it."""
-_LEAST_TEXT_LIMIT = 1_000_000
-"""Characters that may be tokenized, however short the model's sequences are."""
 _LEAST_IDS_LIMIT = 100_000
 """Token ids that may be turned into text at once, which takes about a microsecond each."""
 _DRAIN_POLL = 0.01
@@ -92,9 +91,7 @@ class Service:
         self.sampling_defaults = dict(sampling_defaults or {})
         self._grammars = GrammarChecks(engine.grammars)
         self._meter = RateMeter()
-        # A longer text is refused before time is spent on encoding it.
-        longest_token = max(map(len, tokenizer.backend.get_vocab()))
-        self._longest_text = max(engine.limits.max_model_len * longest_token, _LEAST_TEXT_LIMIT)
+        self._intake = Intake(tokenizer, engine.limits, self.sampling_defaults)
         self._draining = False
         self._open: weakref.WeakValueDictionary[str, Generation] = weakref.WeakValueDictionary()
         self._numbers = itertools.count()
@@ -145,11 +142,7 @@ class Service:
     async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. Raises ServiceError, INVALID_ARGUMENT, for one that is longer
         than any sequence could spell."""
-        if len(text) > self._longest_text:
-            raise ServiceError(
-                Status.INVALID_ARGUMENT,
-                f"the text has {len(text)} characters; the limit is {self._longest_text}",
-            )
+        self._intake.check_text(text)
         if len(text) < _LONG_TEXT:
             return self.tokenizer.encode(text, add_special_tokens)
         return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens)
@@ -162,10 +155,7 @@ class Service:
 
         Raises ServiceError, INVALID_ARGUMENT, if there is no template or it refuses.
         """
-        try:
-            rendered = self.tokenizer.render_chat(messages, **(variables or {}))
-        except (ValueError, TypeError) as error:
-            raise ServiceError(Status.INVALID_ARGUMENT, str(error)) from error
+        rendered = self._intake.render(messages, variables or {})
         return await self.tokenize(rendered, add_special_tokens=False)
 
     def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -245,7 +235,7 @@ class Service:
         request_id = request.request_id or f"generate-{next(self._numbers)}"
         name = _scoped(request.tenant, request_id)
         try:
-            request = replace(request, params=self._params(request, len(token_ids)))
+            request = replace(request, params=self._intake.params(request, len(token_ids)))
             stream = self.engine.submit(token_ids, request.params, name, prompt=request.text, terms=terms)
         except ValueError as error:
             raise ServiceError(Status.INVALID_ARGUMENT, str(error)) from error
@@ -304,16 +294,6 @@ class Service:
             return await self.tokenize_messages(request.messages, request.template_variables)
         assert request.text is not None, "the request has been checked"
         return await self.tokenize(request.text, add_special_tokens=request.add_special_tokens)
-
-    def _params(self, request: GenerateRequest, num_prompt: int) -> SamplingParams:
-        """The parameters in force. Raises ValueError where what the prompt leaves is out of their range."""
-        names = request.absent & self.sampling_defaults.keys()
-        chosen = {name: self.sampling_defaults[name] for name in names}
-        if request.until_full and "max_tokens" not in chosen:
-            # A prompt that leaves no room is refused by the engine, which names the limit.
-            room = self.limits.longest_answer(num_prompt, None)
-            chosen["max_tokens"] = max(room, request.params.min_tokens)
-        return replace(request.params, **chosen) if chosen else request.params
 
     def _report(self, record: RequestRecord) -> None:
         self.statistics.count(record)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -12,7 +11,7 @@ from starlette.types import ASGIApp
 
 from jaxserve.text import Tokenizer
 from jaxserve.version import __version__
-from server.core import GenerateRequest, Generation, Routes, RouteState, Service
+from server.core import Generation, Routes, RouteState, Service
 from server.core.telemetry.prometheus import CONTENT_TYPE, Metrics
 from server.core.tenants import flushed_scope
 from server.core.trace import read_trace
@@ -22,8 +21,9 @@ from server.http.chat import ChatAnswer, read_chat
 from server.http.completions import CompletionAnswer, read_completion
 from server.http.errors import ApiError
 from server.http.events import EventStream
+from server.http.generation_requests import generate_requests
 from server.http.options import HttpOptions
-from server.http.requests import Call, ChatPrompt, PromptInput, TextPrompt
+from server.http.requests import Call, ChatPrompt
 from server.http.streams import collect, while_connected
 from server.http.terms import CallTerms, split_terms
 from server.http.tokens import read_detokenize, read_tokenize
@@ -121,7 +121,9 @@ class Endpoints:
         self, request: Request, call: Call, terms: CallTerms, prefix: str, make_answer: _MakeAnswer
     ) -> ASGIApp:
         name = new_name(prefix)
-        generations = await self._routes.generate_all(_generate_requests(call, terms, name, request))
+        trace, tenant = read_trace(request.headers), request.scope["tenant"]
+        asked = generate_requests(call, terms, name, tenant=tenant, trace=trace)
+        generations = await self._routes.generate_all(asked)
         choice = generations[0].choice
         answer = make_answer(call, Identity(name, choice.route), self._routes.service(choice.route).tokenizer)
         headers = {"x-request-id": name} | route_headers(choice)
@@ -157,38 +159,3 @@ class Endpoints:
 async def _close(generations: list[Generation]) -> None:
     for generation in generations:
         await generation.aclose()
-
-
-def _generate_requests(call: Call, terms: CallTerms, name: str, request: Request) -> list[GenerateRequest]:
-    """One for each prompt of a call."""
-    trace = read_trace(request.headers)
-    common = GenerateRequest(
-        params=call.params,
-        absent=terms.absent,
-        until_full=call.until_full,
-        model=call.model,
-        fallback_route=terms.fallback_route,
-        priority=terms.priority,
-        is_retry=terms.is_retry,
-        deadline=terms.deadline,
-        cache_namespace=terms.cache_namespace,
-        cache_read=terms.cache_read,
-        cache_write=terms.cache_write,
-        tenant=request.scope["tenant"],
-        trace_parent=trace.parent,
-        trace_state=trace.state,
-    )
-    return [
-        _with_prompt(replace(common, request_id=f"{name}-{index}"), prompt)
-        for index, prompt in enumerate(call.prompts)
-    ]
-
-
-def _with_prompt(asked: GenerateRequest, prompt: PromptInput) -> GenerateRequest:
-    match prompt:
-        case ChatPrompt(messages, variables):
-            return replace(asked, messages=messages, template_variables=variables)
-        case TextPrompt(text, add_special_tokens):
-            return replace(asked, text=text, add_special_tokens=add_special_tokens)
-        case _:
-            return replace(asked, token_ids=prompt.token_ids)

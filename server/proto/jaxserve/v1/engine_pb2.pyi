@@ -253,7 +253,7 @@ class Timings(_message.Message):
     def __init__(self, queue: _Optional[float] = ..., prefill: _Optional[float] = ..., first_token: _Optional[float] = ..., per_token: _Optional[float] = ..., total: _Optional[float] = ...) -> None: ...
 
 class Receipt(_message.Message):
-    __slots__ = ("model", "model_fingerprint", "tokenizer_fingerprint", "precision", "kv_format", "reused_tokens", "decoding", "seed", "engine_version", "route", "route_reason", "cache_path", "cache_namespace", "tenant", "priority_class", "drafter", "drafting_state", "drafted_tokens", "accepted_tokens", "accepted_length", "drafting_saved_seconds")
+    __slots__ = ("model", "model_fingerprint", "tokenizer_fingerprint", "precision", "kv_format", "reused_tokens", "decoding", "seed", "engine_version", "route", "route_reason", "cache_path", "cache_namespace", "tenant", "priority_class", "drafter", "drafting_state", "drafted_tokens", "accepted_tokens", "accepted_length", "drafting_saved_seconds", "manifest")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
@@ -275,6 +275,7 @@ class Receipt(_message.Message):
     ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_LENGTH_FIELD_NUMBER: _ClassVar[int]
     DRAFTING_SAVED_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    MANIFEST_FIELD_NUMBER: _ClassVar[int]
     model: str
     model_fingerprint: str
     tokenizer_fingerprint: str
@@ -296,7 +297,8 @@ class Receipt(_message.Message):
     accepted_tokens: int
     accepted_length: float
     drafting_saved_seconds: float
-    def __init__(self, model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., precision: _Optional[str] = ..., kv_format: _Optional[str] = ..., reused_tokens: _Optional[int] = ..., decoding: _Optional[str] = ..., seed: _Optional[int] = ..., engine_version: _Optional[str] = ..., route: _Optional[str] = ..., route_reason: _Optional[str] = ..., cache_path: _Optional[str] = ..., cache_namespace: _Optional[str] = ..., tenant: _Optional[str] = ..., priority_class: _Optional[str] = ..., drafter: _Optional[str] = ..., drafting_state: _Optional[str] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., accepted_length: _Optional[float] = ..., drafting_saved_seconds: _Optional[float] = ...) -> None: ...
+    manifest: str
+    def __init__(self, model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., precision: _Optional[str] = ..., kv_format: _Optional[str] = ..., reused_tokens: _Optional[int] = ..., decoding: _Optional[str] = ..., seed: _Optional[int] = ..., engine_version: _Optional[str] = ..., route: _Optional[str] = ..., route_reason: _Optional[str] = ..., cache_path: _Optional[str] = ..., cache_namespace: _Optional[str] = ..., tenant: _Optional[str] = ..., priority_class: _Optional[str] = ..., drafter: _Optional[str] = ..., drafting_state: _Optional[str] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., accepted_length: _Optional[float] = ..., drafting_saved_seconds: _Optional[float] = ..., manifest: _Optional[str] = ...) -> None: ...
 
 class Final(_message.Message):
     __slots__ = ("request_id", "samples", "usage", "timings", "receipt")

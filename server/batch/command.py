@@ -1,0 +1,164 @@
+"""`jaxserve batch`: a file of requests to a model, and a file of its answers."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jaxserve.commands.command import add_verbose_argument, loading, say, shows_status
+from jaxserve.commands.options import add_engine_arguments, read_engine_settings
+from jaxserve.interrupts import interrupts_deferred
+from server.command import TOOL_PARSERS
+from server.route_arguments import model_name
+
+if TYPE_CHECKING:
+    from jaxserve.loop import HostLoop
+    from server.batch import BatchFiles, BatchReport, Preparer
+
+SOME_FAILED = 3
+"""Exit status where a line got an error for an answer."""
+CPU_SLOTS = 32
+"""Sequences at once. SmolLM2-135M in int8 gives 6 % more tokens than with 16 (README, on two cores)."""
+DEVICE_SLOTS = 256
+
+_DESCRIPTION = """Answers a batch in OpenAI's format: JSON lines of custom_id, method, url
+(/v1/chat/completions or /v1/completions) and body, or a .parquet file with these columns. Answers are written
+as they come, in no particular order, each a line of id, custom_id, response and error; to a .parquet file
+when the last one has come. The same command takes up a run that was broken off. A line that cannot be
+answered gets a record that says why, the rest go on, and the exit status is 3. Requests without a seed get
+one from --seed and their line, so that running a batch again gives the same answers."""
+_MANIFEST_HELP = """where all is written down that can change an answer or its speed, and that a run is held
+to which takes this one up; answers have its hash as system_fingerprint (default: OUT.manifest.json)"""
+
+
+class Batch:
+    name = "batch"
+    help = "answer a file of requests, in OpenAI's batch format"
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.description = _DESCRIPTION
+        add = parser.add_argument
+        add("model", metavar="MODEL", help="a catalogue name, a folder, a .gguf file or a hub id")
+        add("batch", metavar="IN", type=Path, help="the requests, a .jsonl or .parquet file")
+        add("answers", metavar="OUT", type=Path, help="the answers, likewise; or those of a run to take up")
+        add("--name", metavar="NAME", help="what requests call the model (default: as MODEL says)")
+        add("--num-slots", type=int, metavar="N", help="sequences that run at once (default: by machine)")
+        add(
+            "--read-ahead",
+            type=int,
+            default=1024,
+            metavar="N",
+            help="lines to choose from, so that prompts that begin alike meet (default %(default)s)",
+        )
+        add("--seed", type=int, default=0, metavar="N", help="see above (default %(default)s)")
+        add(
+            "--tool-parser",
+            choices=TOOL_PARSERS,
+            default="auto",
+            help="how the model writes tool calls; auto goes by the chat template (default %(default)s)",
+        )
+        add(
+            "--generation-config",
+            choices=["auto", "none"],
+            default="auto",
+            help="where a request leaves a sampling parameter out: auto takes what the model's own "
+            "generation_config.json says, none the library's defaults (default %(default)s)",
+        )
+        add(
+            "--no-prefix-cache",
+            dest="prefix_cache",
+            action="store_false",
+            help="compute every prompt anew, also where an earlier one began alike",
+        )
+        add("--manifest", type=Path, metavar="FILE", help=_MANIFEST_HELP)
+        add_verbose_argument(parser)
+        add_engine_arguments(parser)
+
+    def run(self, args: argparse.Namespace) -> int:
+        if args.read_ahead < 1:
+            raise ValueError(f"--read-ahead {args.read_ahead} is below 1")
+        from server.batch import BatchFiles
+
+        with BatchFiles(args.batch, args.answers) as files:
+            report = _answer(args, files) if files.num_left else None
+            files.finish()
+            num_failed = files.ledger.num_failed
+            print(_summary(args, files, report), flush=True)
+        return SOME_FAILED if num_failed else 0
+
+
+def _answer(args: argparse.Namespace, files: BatchFiles) -> BatchReport:
+    from jaxserve.progress import RequestBar
+
+    with loading(args):
+        with interrupts_deferred():  # Broken off in the middle, the import of jaxlib crashes.
+            from jaxserve.offline import OfflineLoop
+            from server.batch import BatchRun
+        preparer, loop, fingerprint = _load(args, files)
+    shown, done = shows_status(args), files.ledger.num_answered
+    try:
+        with RequestBar(shown, files.num_lines, done=done) as bar:
+            return BatchRun(
+                files,
+                preparer,
+                OfflineLoop(loop),
+                num_slots=loop.limits.num_slots,
+                read_ahead=args.read_ahead,
+                fingerprint=fingerprint,
+                on_progress=bar,
+            ).run()
+    except KeyboardInterrupt:
+        say(f"{files.ledger.num_answered} of {files.num_lines} lines have answers; the same command goes on")
+        raise
+
+
+def _load(args: argparse.Namespace, files: BatchFiles) -> tuple[Preparer, HostLoop, str]:
+    """The model, ready to answer, and the hash of its manifest."""
+    import jax
+
+    from jaxserve.engine.build import engine_options
+    from jaxserve.opened_model import loop_of, open_model
+    from jaxserve.run_manifest import BATCH_PART
+    from server.batch import Preparer, keep_manifest
+    from server.core.intake import Intake
+    from server.http.tool_speech import ToolSpeech
+
+    slots = args.num_slots or (CPU_SLOTS if jax.default_backend() == "cpu" else DEVICE_SLOTS)
+    options = engine_options(read_engine_settings(args, num_slots=slots))
+    model = open_model(args.model, progress=shows_status(args))
+    engine = model.build_engine(options, progress=shows_status(args))
+    loop = loop_of(model, engine, options, prefix_caching=args.prefix_cache)
+    defaults = model.sampling_defaults if args.generation_config == "auto" else {}
+    name = args.name or model_name(args.model)
+    manifest = model.manifest(engine, options, prefix_caching=args.prefix_cache, sampling_defaults=defaults)
+    manifest = manifest.extended(
+        BATCH_PART, {"name": name, "seed": args.seed, "tool_parser": args.tool_parser}
+    )
+    path = args.manifest or args.answers.with_name(f"{args.answers.name}.manifest.json")
+    keep_manifest(manifest, path, first=not files.ledger.num_answered)
+    preparer = Preparer(
+        name,
+        model.tokenizer,
+        loop,
+        Intake(model.tokenizer, loop.limits, defaults),
+        ToolSpeech(args.tool_parser),
+        seed=args.seed,
+    )
+    return preparer, loop, manifest.digest
+
+
+def _summary(args: argparse.Namespace, files: BatchFiles, report: BatchReport | None) -> str:
+    num_failed = files.ledger.num_failed
+    line = f"{args.answers}: {files.num_lines - num_failed} answers, {num_failed} errors"
+    if report is None:
+        return f"{line}; nothing was left to do"
+    rate = report.num_tokens / max(report.seconds, 1e-9)
+    line += f"; {report.num_tokens} tokens in {report.seconds:.1f} s, {rate:.1f} a second"
+    if report.num_cached_tokens:
+        line += f"; {report.num_cached_tokens} of {report.num_prompt_tokens} prompt tokens reused"
+    return line
+
+
+BATCH = Batch()
+"""The entry point."""
