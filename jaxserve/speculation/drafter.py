@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from jaxserve.plan import ENGINE_DRAFT
-
 
 class Drafter(Protocol):
     """Follows one text and guesses how it goes on. A wrong guess costs time and never a token."""
@@ -37,6 +35,10 @@ class EngineDrafter:
 
     def propose(self, tokens: Sequence[int], max_tokens: int) -> list[int]:
         """As `Drafter.propose`: places for as many drafts as are wanted."""
+        from jaxserve.plan import (
+            ENGINE_DRAFT,
+        )  # The command line, which only reads names, does without numpy.
+
         return [ENGINE_DRAFT] * max_tokens
 
 
