@@ -88,8 +88,8 @@ class DraftedSteps:
             )
         return self._chosen[key]
 
-    def _timer(self, shape: StepShape, starts_S: Counts) -> Callable[[int], float]:
-        """Seconds of a step by its number of drafts, which only its shape depends on."""
+    def _timer(self, shape: StepShape, starts_S: Counts) -> Callable[[int, int], float]:
+        """Seconds of a step by its number of drafts and the most of a sequence; only its shape matters."""
         num = len(starts_S)
         plain = self._cost.step_seconds(shape, starts_S, np.ones(num, np.int64))
 
@@ -98,7 +98,7 @@ class DraftedSteps:
             rows = np.full(num, verify.rows // num)
             return self._cost.step_seconds(verify, starts_S, rows) + self._host_seconds
 
-        return lambda drafts: of_shape(self._verify_shape(num, drafts)) if drafts else plain
+        return lambda drafts, _most: of_shape(self._verify_shape(num, drafts)) if drafts else plain
 
     def _verify_shape(self, num_sequences: int, num_drafts: int) -> StepShape:
         needed = num_sequences + num_drafts

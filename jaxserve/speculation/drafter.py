@@ -35,9 +35,8 @@ class EngineDrafter:
 
     def propose(self, tokens: Sequence[int], max_tokens: int) -> list[int]:
         """As `Drafter.propose`: places for as many drafts as are wanted."""
-        from jaxserve.plan import (
-            ENGINE_DRAFT,
-        )  # The command line, which only reads names, does without numpy.
+        # Whoever only reads names, as the command line does, is spared numpy.
+        from jaxserve.plan import ENGINE_DRAFT
 
         return [ENGINE_DRAFT] * max_tokens
 
