@@ -47,8 +47,7 @@ def test_a_burst_comes_at_once_and_again() -> None:
     with http_server() as server:
         cell = scenario(server, "burst", size=3, bursts=2, every=0.3)
     starts = [request.start for request in cell.runs[0].requests]
-    assert max(starts[:3]) < 0.2
-    assert 0.3 <= min(starts[3:]) < 0.5
+    assert max(starts[:3]) < 0.3 <= min(starts[3:])
     assert all(request.answered for request in cell.runs[0].requests)
 
 
@@ -129,7 +128,7 @@ def test_an_inversion_is_an_urgent_request_that_a_later_patient_one_overtakes() 
 def test_grammars_are_checked_again_after_the_checkers_have_died() -> None:
     with http_server() as server:
         # So late that the checkers which the first requests have started are idle.
-        cell = scenario(server, "failure", requests=8, rate=4.0, at=1.6, breaks="grammar-checker")
+        cell = scenario(server, "failure", requests=7, rate=1.6, at=2.6, breaks="grammar-checker")
     groups = {request.group for request in cell.runs[0].requests}
     assert groups == {"before", "after"}
     assert all(request.answered for request in cell.runs[0].requests), remarks(cell)
