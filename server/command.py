@@ -109,12 +109,7 @@ class Serve:
         )
         add("--http-port", type=_port, metavar="N", help="also serve HTTP; 0 takes a free port")
         add("--allow-origin", action="append", default=[], metavar="ORIGIN", help=_ORIGIN_HELP)
-        add(
-            "--tool-parser",
-            choices=TOOL_PARSERS,
-            default="auto",
-            help="how models write tool calls; auto goes by the chat template (default %(default)s)",
-        )
+        add_answer_arguments(parser)
         add("--tls-cert", type=Path, metavar="FILE", help="PEM certificate chain of the server")
         add("--tls-key", type=Path, metavar="FILE", help="its PEM private key")
         add(
@@ -129,19 +124,6 @@ class Serve:
             type=int,
             metavar="N",
             help="requests of all classes that may wait (default: as the policy says, class by class)",
-        )
-        add(
-            "--no-prefix-cache",
-            dest="prefix_cache",
-            action="store_false",
-            help="compute every prompt anew, also where an earlier one began alike",
-        )
-        add(
-            "--generation-config",
-            choices=["auto", "none"],
-            default="auto",
-            help="where a request leaves a sampling parameter out: auto takes what the model's own "
-            "generation_config.json says, none the library's defaults (default %(default)s)",
         )
         add(
             "--drain-seconds",
@@ -163,6 +145,30 @@ class Serve:
         if args.allow_origin and args.http_port is None:
             raise ValueError("--allow-origin is about HTTP: it needs --http-port")
         return _serve(args, access, read_route_arguments(args))
+
+
+def add_answer_arguments(parser: argparse.ArgumentParser) -> None:
+    """What any command takes that answers requests as the doors do."""
+    add = parser.add_argument
+    add(
+        "--tool-parser",
+        choices=TOOL_PARSERS,
+        default="auto",
+        help="how models write tool calls; auto goes by the chat template (default %(default)s)",
+    )
+    add(
+        "--no-prefix-cache",
+        dest="prefix_cache",
+        action="store_false",
+        help="compute every prompt anew, also where an earlier one began alike",
+    )
+    add(
+        "--generation-config",
+        choices=["auto", "none"],
+        default="auto",
+        help="where a request leaves a sampling parameter out: auto takes what the model's own "
+        "generation_config.json says, none the library's defaults (default %(default)s)",
+    )
 
 
 def read_route_arguments(args: argparse.Namespace) -> list[RouteArguments]:

@@ -7,14 +7,14 @@ is asked), and any of: `answer`, to be matched; `schema`, a JSON schema to be me
 
 from __future__ import annotations
 
-import gzip
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jaxserve.text import Message
+from jaxserve.text_lines import text_lines
 
 JsonSchema = dict[str, Any] | bool
 _SUFFIXES = (".gz", ".jsonl", ".json")
@@ -48,7 +48,7 @@ def read_prompt_set(path: Path, limit: int | None = None) -> list[Case]:
     Raises ValueError, naming file and line, for what is no case, and for a file without any.
     """
     cases: list[Case] = []
-    for number, line in enumerate(_lines(path), start=1):
+    for number, line in enumerate(text_lines(path), start=1):
         if limit is not None and len(cases) >= limit:
             break
         if line.strip():
@@ -60,15 +60,6 @@ def read_prompt_set(path: Path, limit: int | None = None) -> list[Case]:
     if not cases:
         raise ValueError(f"{path}: holds no prompt")
     return cases
-
-
-def _lines(path: Path) -> Iterator[str]:
-    try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            for line in file:
-                yield line.decode("utf-8")
-    except (UnicodeDecodeError, EOFError) as error:
-        raise ValueError(f"{path}: {error}") from error
 
 
 def _stem(path: Path) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from jaxserve.commands.command import add_verbose_argument, loading, say, shows_status
 from jaxserve.commands.options import add_engine_arguments, read_engine_settings
 from jaxserve.interrupts import interrupts_deferred
-from server.command import TOOL_PARSERS
+from server.command import add_answer_arguments
 from server.route_arguments import model_name
 
 if TYPE_CHECKING:
@@ -52,25 +52,7 @@ class Batch:
             help="lines to choose from, so that prompts that begin alike meet (default %(default)s)",
         )
         add("--seed", type=int, default=0, metavar="N", help="see above (default %(default)s)")
-        add(
-            "--tool-parser",
-            choices=TOOL_PARSERS,
-            default="auto",
-            help="how the model writes tool calls; auto goes by the chat template (default %(default)s)",
-        )
-        add(
-            "--generation-config",
-            choices=["auto", "none"],
-            default="auto",
-            help="where a request leaves a sampling parameter out: auto takes what the model's own "
-            "generation_config.json says, none the library's defaults (default %(default)s)",
-        )
-        add(
-            "--no-prefix-cache",
-            dest="prefix_cache",
-            action="store_false",
-            help="compute every prompt anew, also where an earlier one began alike",
-        )
+        add_answer_arguments(parser)
         add("--manifest", type=Path, metavar="FILE", help=_MANIFEST_HELP)
         add_verbose_argument(parser)
         add_engine_arguments(parser)

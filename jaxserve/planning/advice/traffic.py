@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import gzip
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import numpy as np
 
 from jaxserve.planning.advice.repeats import Grain, Repeats, Units, find_repeats, split_words
 from jaxserve.planning.traces import BLOCK_TOKENS, Trace
+from jaxserve.text_lines import text_lines
 
 MOST_PROMPT_UNITS = 1_000_000
 """Words or token ids of prompts that are compared: a second's work, and enough to tell."""
@@ -88,7 +88,7 @@ def read_prompts(path: Path) -> list[str | list[int]]:
     Raises ValueError, naming file and line, for a line without any, or a file without lines.
     """
     prompts: list[str | list[int]] = []
-    for number, text in enumerate(_lines(path), start=1):
+    for number, text in enumerate(text_lines(path), start=1):
         if text.strip():
             try:
                 prompts.append(_prompt(json.loads(text)))
@@ -97,15 +97,6 @@ def read_prompts(path: Path) -> list[str | list[int]]:
     if not prompts:
         raise ValueError(f"{path} holds no prompt")
     return prompts
-
-
-def _lines(path: Path) -> Iterator[str]:
-    try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            for line in file:
-                yield line.decode("utf-8")
-    except (UnicodeDecodeError, EOFError) as error:
-        raise ValueError(f"{path}: {error}") from error
 
 
 def _prompt(line: Any) -> str | list[int]:
