@@ -41,22 +41,23 @@ MODEL = ModelConfig(
     expert_intermediate_size=24,
     tie_embeddings=False,
 )
-PAGE, NUM_NEW = 16, 24
+PAGE, NUM_NEW, PENALTY = 16, 24, 0.5
 PROMPTS = ([5, 90, 17, 203, 44, 8, 61], list(range(40, 70)))
 CHUNK = StepShape(64, 2, 2)
 DECODE = StepShape(2, 2, 2, decode=True)
 
 
 def main() -> None:
-    """Print the answers without a mesh and with one; a recipe may be named on the command line."""
+    """Print what is answered without a mesh and with one; a recipe may be named on the command line."""
     assert jax.device_count() == 8
     recipe = recipe_named(sys.argv[1]) if len(sys.argv) > 1 else None
     mesh = Mesh(np.array(jax.devices()), ("tensor",))
     print(json.dumps({"alone": generate(None, recipe), "spread": generate(mesh, recipe)}))
 
 
-def generate(mesh: Mesh | None, recipe: Recipe | None) -> list[list[int]]:
-    """The greedy answers to both prompts: one chunk, then decode steps."""
+def generate(mesh: Mesh | None, recipe: Recipe | None) -> dict[str, list[list[float]]]:
+    """The greedy answers to both prompts, by one chunk and then decode steps: `tokens`, their `logprobs`, and
+    by how much each led the next one, penalties included, its `margins`."""
     config = EngineConfig(
         model=MODEL,
         cache=CacheConfig(page_size=PAGE, num_pages=(32, 32), kv_format="int8"),
@@ -82,7 +83,9 @@ def generate(mesh: Mesh | None, recipe: Recipe | None) -> list[list[int]]:
     for slot, prompt in enumerate(PROMPTS):
         state = load(state, pack_load(slot_load(slot, prompt, pages[slot]), config))
     whole = places.num_known if mesh is None else NamedSharding(mesh, PartitionSpec())
-    answers: list[list[int]] = [[] for _ in PROMPTS]
+    answers: dict[str, list[list[float]]] = {
+        part: [[] for _ in PROMPTS] for part in ("tokens", "logprobs", "margins")
+    }
     run = functools.cache(
         lambda form: jax.jit(
             functools.partial(run_step, transformer, form), donate_argnums=1, out_shardings=(places, whole)
@@ -97,8 +100,13 @@ def generate(mesh: Mesh | None, recipe: Recipe | None) -> list[list[int]]:
         )
         form = PlanFormat(plan.shape, len(layouts), config.num_slots, PAGE)
         state, packed = run(form)(params, state, form.pack(plan))
-        for answer, token in zip(answers, unpack_result(np.asarray(packed), 2).tokens.tolist(), strict=True):
-            answer.append(token)
+        result = unpack_result(np.asarray(packed), len(PROMPTS))
+        for number, answer in enumerate(answers["tokens"]):
+            penalties = np.isin(result.top_tokens[number], answer) * PENALTY
+            first, second = np.sort(result.top_logprobs[number] - penalties)[:-3:-1]
+            answers["margins"][number].append(float(first - second))
+            answers["logprobs"][number].append(float(result.logprobs[number]))
+            answer.append(int(result.tokens[number]))
     return answers
 
 
@@ -110,7 +118,7 @@ def slot_load(slot: int, prompt: list[int], pages: tuple[int, ...]) -> SlotLoad:
         num_prompt_tokens=len(prompt),
         num_computed=0,
         pages=(pages, pages),
-        params=SamplingParams(temperature=0, max_tokens=NUM_NEW, presence_penalty=0.5),
+        params=SamplingParams(temperature=0, max_tokens=NUM_NEW, presence_penalty=PENALTY, logprobs=20),
         seed=0,
         sample_index=0,
     )
