@@ -38,6 +38,8 @@ PAUSE = 0.1
 """Seconds between the calls of one who behaves."""
 SPARE_DESCRIPTORS = 4
 """That a server may have opened for good meanwhile."""
+MOST_CANCELLED = 2
+"""Calls of one who behaves; 30 to 300 are answered meanwhile."""
 GRPC_LOOP = b"_cygrpc/aio/server.pyx.pxi"
 """What may show in a traceback: grpcio's own loop, which tells of its own breakdowns."""
 OUR_FAULT = {grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL}
@@ -50,12 +52,20 @@ class Witness:
         self._server = server
         self._vllm = vllm_engine_pb2_grpc.VllmEngineStub(server.channel)
         self.num_answers = 0
+        self.num_cancelled = 0
 
     async def work(self, stop: asyncio.Event) -> None:
         while not stop.is_set():
             for ask in (self._ask_native, self._ask_vllm, self._ask_http):
                 text = f"hello {self.num_answers}"
-                assert await ask(text) == expected(text, GREEDY)
+                try:
+                    assert await ask(text) == expected(text, GREEDY)
+                except grpc.aio.AioRpcError as error:
+                    # A path that is no UTF-8 ends grpcio's loop of the server that it came to, and gRPC's core
+                    # then cancels what lay in that server's queue: no program can keep it from that.
+                    assert error.code() == grpc.StatusCode.CANCELLED
+                    self.num_cancelled += 1
+                    continue
                 self.num_answers += 1
                 await asyncio.sleep(PAUSE)
 
@@ -123,6 +133,7 @@ async def under_attack(num_calls: int, log: Path) -> Counter[str]:
             stop.set()
             await working
             assert witness.num_answers >= 6
+            assert witness.num_cancelled <= MOST_CANCELLED
             await until_idle(server)
             await wait_until(lambda: num_descriptors(process.pid) <= before + SPARE_DESCRIPTORS)
             assert process.returncode is None

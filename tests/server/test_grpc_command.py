@@ -28,7 +28,7 @@ RUN = (
     "import argparse, sys; from server.command import SERVE; parser = argparse.ArgumentParser(); "
     "SERVE.add_arguments(parser); sys.exit(SERVE.run(parser.parse_args()))"
 )
-CHOSEN = ["model", "device", "precision", "pages", "prefixes", "policy", "slots", "ladder", "sampling"]
+CHOSEN = "model device precision pages prefixes policy slots ladder sampling manifest".split()
 """What a server that is ready says of each model."""
 
 
@@ -145,7 +145,7 @@ def test_a_real_model_answers_alike_at_every_door(shared_data: Path, tmp_path: P
         )
         assert process.stdout is not None
         try:
-            lines = [(await process.stdout.readline()).decode().rstrip() for _ in range(22)]
+            lines = [(await process.stdout.readline()).decode().rstrip() for _ in range(24)]
             found = await answers(lines[0].split()[1], lines[1].split()[1])
             process.send_signal(signal.SIGTERM)
             assert await process.wait() == 0
@@ -166,8 +166,8 @@ def test_a_real_model_answers_alike_at_every_door(shared_data: Path, tmp_path: P
         *CHOSEN,
         "ready",
     ]
-    assert lines[12].startswith("model     small is hf (llama, ")
-    assert lines[12].endswith(", overflow to hf")
+    assert lines[13].startswith("model     small is hf (llama, ")
+    assert lines[13].endswith(", overflow to hf")
     with LLM(str(model), num_slots=2, max_chunk=16) as llm:
         (output,) = llm.generate(prompt, SamplingParams(temperature=0.8, seed=7, max_tokens=count))
     assert found == [(output.outputs[0].token_ids, output.outputs[0].text)] * 3
