@@ -61,9 +61,10 @@ class Witness:
                 try:
                     assert await ask(text) == expected(text, GREEDY)
                 except grpc.aio.AioRpcError as error:
-                    # A path that is no UTF-8 ends grpcio's loop of the server that it came to, and gRPC's core
+                    # A path that is no UTF-8 ends grpcio's loop of the server that it came to, and its core
                     # then cancels what lay in that server's queue: no program can keep it from that.
-                    assert error.code() == grpc.StatusCode.CANCELLED
+                    if error.code() != grpc.StatusCode.CANCELLED:
+                        raise
                     self.num_cancelled += 1
                     continue
                 self.num_answers += 1

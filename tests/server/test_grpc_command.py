@@ -28,7 +28,8 @@ RUN = (
     "import argparse, sys; from server.command import SERVE; parser = argparse.ArgumentParser(); "
     "SERVE.add_arguments(parser); sys.exit(SERVE.run(parser.parse_args()))"
 )
-CHOSEN = "model device precision pages prefixes policy slots ladder sampling manifest".split()
+CHOSEN = ["model", "device", "precision", "pages", "prefixes", "policy", "slots", "ladder", "sampling"]
+CHOSEN += ["manifest"]
 """What a server that is ready says of each model."""
 
 
