@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf
 
 import numpy as np
@@ -85,15 +86,22 @@ def test_the_model_stands_noise_and_pauses_and_fills_in_the_unmeasured() -> None
     assert times.predict(512, 512) == pytest.approx(seconds(512), rel=0.15)
 
 
-def test_so_many_may_decode_side_by_side() -> None:
-    """A machine whose decode steps take 4 ms, and 0.1 ms for each row in use."""
+@pytest.mark.parametrize("own_shapes", [True, False])
+def test_so_many_may_decode_side_by_side(own_shapes: bool) -> None:
+    """A machine whose decode steps take 4 ms, and 0.1 ms for each row in use; it may have none but those of
+    prompts for them, as in the shape-invariant mode."""
     limits = make_limits(num_slots=64, chunk_rows=(64, 256, 1024))
+    if not own_shapes:
+        ladder = (*(replace(shape, decode=False) for shape in limits.decode_shapes), *limits.chunk_shapes[1:])
+        limits = replace(limits, decode_shapes=(), chunk_shapes=ladder)
     budget = TokenBudget(limits)
     assert budget.max_decoding(inf) == 64
     rng = np.random.default_rng(0)
     for _ in range(300):
         rows = int(rng.integers(1, 65))
-        shape = next(shape.rows for shape in limits.decode_shapes if shape.rows >= rows)
+        shape = next(
+            shape.rows for shape in limits.decode_shapes or limits.chunk_shapes if shape.rows >= rows
+        )
         budget.observe(shape, rows, 4e-3 + 1e-4 * rows)
     assert budget.max_decoding(0.0071 / 0.9) == pytest.approx(31, abs=2)
     assert budget.max_decoding(1.0) == 64
