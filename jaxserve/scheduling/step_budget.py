@@ -216,7 +216,7 @@ class TokenBudget:
 
 
 def _decoding_shapes(limits: EngineLimits) -> tuple[StepShape, ...]:
-    """The shapes of steps that only decode: in the shape-invariant mode those of prompts, as far as slots go."""
+    """Of steps that only decode: in the shape-invariant mode those of prompts, as far as slots go."""
     if limits.decode_shapes:
         return limits.decode_shapes
     smaller = [shape for shape in limits.chunk_shapes if shape.rows < limits.num_slots]

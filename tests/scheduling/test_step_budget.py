@@ -94,6 +94,7 @@ def test_so_many_may_decode_side_by_side(own_shapes: bool) -> None:
     if not own_shapes:
         ladder = (*(replace(shape, decode=False) for shape in limits.decode_shapes), *limits.chunk_shapes[1:])
         limits = replace(limits, decode_shapes=(), chunk_shapes=ladder)
+    shapes = limits.decode_shapes or limits.chunk_shapes
     budget = TokenBudget(limits)
     assert budget.max_decoding(inf) == 64
     rng = np.random.default_rng(0)
