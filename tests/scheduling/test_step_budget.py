@@ -100,9 +100,7 @@ def test_so_many_may_decode_side_by_side(own_shapes: bool) -> None:
     rng = np.random.default_rng(0)
     for _ in range(300):
         rows = int(rng.integers(1, 65))
-        shape = next(
-            shape.rows for shape in limits.decode_shapes or limits.chunk_shapes if shape.rows >= rows
-        )
+        shape = next(shape.rows for shape in shapes if shape.rows >= rows)
         budget.observe(shape, rows, 4e-3 + 1e-4 * rows)
     assert budget.max_decoding(0.0071 / 0.9) == pytest.approx(31, abs=2)
     assert budget.max_decoding(1.0) == 64
