@@ -189,9 +189,10 @@ def test_what_was_answered_before_the_device_failed_is_kept(tmp_path: Path) -> N
 
 
 @contextmanager
-def running(batch: Path, answers: Path) -> Iterator[subprocess.Popen[str]]:
-    """`tests.server.batch.fake_batch` on these files."""
-    command = [sys.executable, "-m", "tests.server.batch.fake_batch", str(batch), str(answers)]
+def running(batch: Path, answers: Path, *num_steps: int) -> Iterator[subprocess.Popen[str]]:
+    """`tests.server.batch.fake_batch` on these files, which cannot end soon after `num_steps` steps."""
+    arguments = [str(batch), str(answers), *map(str, num_steps)]
+    command = [sys.executable, "-m", "tests.server.batch.fake_batch", *arguments]
     with subprocess.Popen(
         command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
@@ -202,7 +203,7 @@ def running(batch: Path, answers: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def wait_for_lines(path: Path, num_lines: int) -> None:
-    limit = time.monotonic() + 60
+    limit = time.monotonic() + 200
     while not path.exists() or path.read_bytes().count(b"\n") < num_lines:
         assert time.monotonic() < limit, "waited in vain"
         time.sleep(0.005)
@@ -216,15 +217,15 @@ def test_a_killed_process_is_taken_up(tmp_path: Path) -> None:
     batch, answers = write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
     run_over(batch, tmp_path / "at once.jsonl")
     for num_lines in (20, 70):
-        with running(batch, answers) as process:
+        with running(batch, answers, 100) as process:
             wait_for_lines(answers, num_lines)
             process.send_signal(signal.SIGKILL)
-            assert process.wait(30) == -signal.SIGKILL
+            assert process.wait(100) == -signal.SIGKILL
         assert answers.read_bytes().count(b"\n") < len(lines)
     with answers.open("ab") as file:  # As a process leaves a line that was killed while it wrote it.
         file.write(b'{"id": "batch_req_3')
     with running(batch, answers) as process:
-        assert process.wait(60) == 0
+        assert process.wait(200) == 0
     assert by_name(answers).keys() == {line["custom_id"] for line in lines}
     assert answers_of(answers) == answers_of(tmp_path / "at once.jsonl")
 
@@ -232,10 +233,10 @@ def test_a_killed_process_is_taken_up(tmp_path: Path) -> None:
 def test_ctrl_c_leaves_whole_lines_and_says_how_to_go_on(tmp_path: Path) -> None:
     lines = [completion(f"c{number}", max_tokens=20) for number in range(150)]
     batch, answers = write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
-    with running(batch, answers) as process:
+    with running(batch, answers, 100) as process:
         wait_for_lines(answers, 10)
         process.send_signal(signal.SIGINT)
-        _, told = process.communicate(timeout=30)
+        _, told = process.communicate(timeout=200)
     assert process.returncode == 130
     num_kept = len(read_lines(answers))
     assert told == f"{num_kept} of 150 lines have answers; the same command goes on\n"
