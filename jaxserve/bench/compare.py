@@ -16,6 +16,8 @@ from jaxserve.bench.summary import Over
 
 CONFIDENCE = 0.95
 """With which all verdicts of a comparison hold together."""
+FEW_REPEATS = 5
+"""Two of each leave a t-test one or two degrees of freedom, under which even threefold speed is no proof."""
 _COLUMNS = "{:44} {:>15} {:>15} {:>8} {:>7} {:>7}  {}"
 
 
@@ -40,12 +42,19 @@ class CellComparison:
     kept_a: float
     kept_b: float
     """Shares of requests that kept the limits."""
+    num_repeats: int
+    """Of the one that has fewer."""
     verdict: Verdict
 
     @property
     def ratio(self) -> float | None:
         """B over A; None where A has none."""
         return self.b.mean / self.a.mean if self.a.mean else None
+
+    def texts(self) -> tuple[str, ...]:
+        """The figures as they are shown: goodput of both, their ratio, both shares."""
+        ratio = "" if self.ratio is None else f"{self.ratio:.2f}"
+        return self.a.text(2), self.b.text(2), ratio, f"{self.kept_a:.0%}", f"{self.kept_b:.0%}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +128,9 @@ def conclusions(comparison: Comparison) -> Iterator[str]:
     """What follows, in sentences."""
     counts = [(verdict, comparison.count(verdict)) for verdict in Verdict]
     yield f"of {len(comparison.cells)} cells: " + ", ".join(f"{n} {one.value}" for one, n in counts if n)
+    fewest = min(cell.num_repeats for cell in comparison.cells)
+    if comparison.count(Verdict.EVEN) and fewest < FEW_REPEATS:
+        yield f"{fewest} repeats tell little from noise: {FEW_REPEATS} or more would tell more"
     alike, total = comparison.alike
     if total:
         yield f"{alike} of {total} greedy answers are the same in both"
@@ -135,9 +147,7 @@ def _lines(comparison: Comparison) -> Iterator[str]:
     yield from (f"differs: {line}" for line in comparison.differences)
     yield _COLUMNS.format("cell", "A /s", "B /s", "B over A", "kept A", "kept B", "")
     for one in comparison.cells:
-        ratio = "" if one.ratio is None else f"{one.ratio:.2f}"
-        shares = (f"{share:.0%}" for share in (one.kept_a, one.kept_b))
-        yield _COLUMNS.format(one.name, one.a.text(2), one.b.text(2), ratio, *shares, one.verdict.value)
+        yield _COLUMNS.format(one.name, *one.texts(), one.verdict.value)
     yield from (f"only one of them has: {name}" for name in comparison.only_one)
     yield from conclusions(comparison)
 
@@ -150,6 +160,7 @@ def _compare_cell(a: CellResult, b: CellResult, ttft: float, tpot: float, level:
         b=Over.repeats(goodput_b),
         kept_a=_kept(a, ttft, tpot),
         kept_b=_kept(b, ttft, tpot),
+        num_repeats=min(len(a.runs), len(b.runs)),
         verdict=_verdict(goodput_a, goodput_b, level),
     )
 

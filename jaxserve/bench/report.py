@@ -90,20 +90,7 @@ def _cells_table(result: Result, ttft: float, tpot: float) -> str:
     rows: list[Sequence[str]] = []
     for cell in result.cells:
         if cell.runs:
-            one = CellSummary.of(cell, ttft, tpot)
-            rows.append(
-                (
-                    escape(cell.name),
-                    one.goodput.text(2),
-                    f"{one.kept:.0%}",
-                    one.ttft.text(1),
-                    f"{one.ttft_p99:.1f}",
-                    one.tpot.text(1),
-                    f"{one.tpot_p99:.1f}",
-                    one.output_rate.text(1),
-                    f"{one.cached:.0%}",
-                )
-            )
+            rows.append((escape(cell.name), *CellSummary.of(cell, ttft, tpot).texts()))
     return _table(head, rows)
 
 
@@ -113,11 +100,7 @@ def _comparison_parts(comparison: Comparison, a: Result, b: Result) -> Iterator[
     rows = [
         (
             escape(cell.name),
-            cell.a.text(2),
-            cell.b.text(2),
-            "" if cell.ratio is None else f"{cell.ratio:.2f}",
-            f"{cell.kept_a:.0%}",
-            f"{cell.kept_b:.0%}",
+            *cell.texts(),
             f'<span class="{_MARKS.get(cell.verdict, "")}">{escape(cell.verdict.value)}</span>',
         )
         for cell in comparison.cells

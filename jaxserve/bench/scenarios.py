@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
@@ -40,14 +41,14 @@ class Fault:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scenario(Shape):
+class Scenario(Shape, ABC):
     """One kind of traffic. Raises ValueError for a setting out of range."""
 
     kind: ClassVar[str]
 
     @property
-    def num_requests(self) -> int:
-        raise NotImplementedError
+    @abstractmethod
+    def num_requests(self) -> int: ...
 
     @property
     def concurrency(self) -> int | None:
@@ -63,9 +64,9 @@ class Scenario(Shape):
         """Whose tokens the requests bring."""
         return ()
 
+    @abstractmethod
     def asks(self, draw: Draw, parameters: Mapping[str, Any]) -> list[Ask]:
         """The requests in the order of their arrivals. `parameters`: of the sampling that is named."""
-        raise NotImplementedError
 
     def _ask(self, draw: Draw, prefix: list[int], parameters: Mapping[str, Any], **more: Any) -> Ask:
         settings: dict[str, Any] = {

@@ -54,6 +54,19 @@ class CellSummary:
     cached: float
     """Share of the prompts' tokens that the server had computed before."""
 
+    def texts(self) -> tuple[str, ...]:
+        """The figures as they are shown, in the order of the fields."""
+        return (
+            self.goodput.text(2),
+            f"{self.kept:.0%}",
+            self.ttft.text(1),
+            f"{self.ttft_p99:.0f}",
+            self.tpot.text(1),
+            f"{self.tpot_p99:.0f}",
+            self.output_rate.text(1),
+            f"{self.cached:.0%}",
+        )
+
     @classmethod
     def of(cls, cell: CellResult, ttft: float, tpot: float) -> CellSummary:
         """`ttft`, `tpot`: limits in seconds."""
@@ -117,17 +130,7 @@ def _lines(result: Result, ttft: float, tpot: float) -> Iterator[str]:
         if not cell.runs:
             continue
         one = CellSummary.of(cell, ttft, tpot)
-        yield _COLUMNS.format(
-            cell.name,
-            one.goodput.text(2),
-            f"{one.kept:.0%}",
-            one.ttft.text(1),
-            f"{one.ttft_p99:.0f}",
-            one.tpot.text(1),
-            f"{one.tpot_p99:.0f}",
-            one.output_rate.text(1),
-            f"{one.cached:.0%}",
-        )
+        yield _COLUMNS.format(cell.name, *one.texts())
         yield from (f"    {line}" for line in remarks(cell))
     yield from (f"left out, for want of time: {label}" for label in result.left_out)
     yield from (f"{'passed' if one.passed else 'FAILED'} {one.name}: {one.detail}" for one in result.checks)

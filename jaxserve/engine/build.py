@@ -168,22 +168,20 @@ def configure(checkpoint: AnyCheckpoint, options: EngineOptions) -> EngineConfig
     dtype = resolve_dtype(options, platform)
     model = checkpoint.config
     max_model_len = _resolve_max_model_len(options, model)
-    if options.deterministic is None:
-        invariant = resolve_config(
-            model, replace(options, deterministic=True), platform, dtype, max_model_len
-        )
-        options = replace(options, deterministic=_is_invariant_for_nothing(invariant))
     config = resolve_config(model, options, platform, dtype, max_model_len)
+    if options.deterministic is None and _is_invariant_for_nothing(config):
+        options = replace(options, deterministic=True)
+        config = resolve_config(model, options, platform, dtype, max_model_len)
     return stored_as(config, checkpoint, options.quantize)
 
 
 def _is_invariant_for_nothing(config: EngineConfig) -> bool:
     """Whether shape-invariant numerics are as fast as others with this config, on this machine."""
-    target = local_target()
-    exact = _has_exact_products(config.model, config.recipe)
-    if not (target.native and exact and config.max_iterations == 1):
+    if config.max_iterations > 1 or not _has_exact_products(config.model, config.recipe):
         return False
-    return all(reads_pages_natively(layout) for layout in page_layouts(config, target.platform))
+    target = local_target()
+    layouts = page_layouts(config, target.platform)
+    return target.native and all(reads_pages_natively(layout) for layout in layouts)
 
 
 def load_parameters(

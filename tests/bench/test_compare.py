@@ -43,6 +43,9 @@ def test_noise_is_no_win() -> None:
     a, b = result([SLOW_IS_NOISY, STEADY]), result([(0.9, 1.9, 0.5), STEADY])
     assert b.cells[0].runs[0].goodput(**LIMITS) > a.cells[0].runs[0].goodput(**LIMITS)
     assert verdicts(a, b) == [Verdict.EVEN] * 2
+    assert "3 repeats tell little from noise" in comparison_table(compare(a, b, **LIMITS))
+    often = result([(0.9, 1.9, 0.5, 1.1, 1.3)] * 2)
+    assert "tell little" not in comparison_table(compare(often, often, **LIMITS))
 
 
 @given(st.lists(st.floats(0.5, 2.0), min_size=2, max_size=5))
