@@ -43,6 +43,7 @@ from jaxserve.planning.precision import Precision
 from jaxserve.quantization import recipe_in_force
 from jaxserve.quantization.formats import format_named
 from jaxserve.quantization.weight import QuantisedWeight, quantise
+from jaxserve.sizes import default_sizes
 from jaxserve.weights import cache_home
 
 _CUT_BYTES = 2**30
@@ -51,8 +52,6 @@ _SHORT_CONTEXT = 16
 _MATRIX = (8192, 2048)
 _GEMM_ROWS = 256
 _REPEATS = 10
-_PAGE_SIZE = 16
-"""The engine's own on CPU."""
 
 Progress = Callable[[str], object]
 """Called with what is measured next."""
@@ -71,12 +70,14 @@ class Calibration:
     ) -> None:
         """Measures what any model can use; a precision's steps when they are asked for."""
         self._footprint = Footprint.of(model)
+        self._page_size = default_sizes(on_cpu=True).page_size
         self._options = EngineOptions(
             num_slots=sizes.num_slots,
             max_chunk=sizes.max_chunk,
             max_model_len=sizes.max_model_len,
             kv_format=kv_format,
-            page_size=_PAGE_SIZE,
+            page_size=self._page_size,
+            deterministic=False,  # It is the default only where it costs nothing: times are the same.
         )
         self._on_progress = on_progress
         self._costs: dict[str, MeasuredCost] = {}
@@ -104,7 +105,7 @@ class Calibration:
                 weight_format=precision.weight_format,
                 compute_format=precision.compute_format,
                 kv_format=kv_format,
-                page_size=_PAGE_SIZE,
+                page_size=self._page_size,
             )
         return self._costs[precision.name]
 
@@ -249,8 +250,6 @@ class _Probe:
         if not start:
             return 0.0, 0.0
         chunk_slope = self._slope(_Timed(chunk, 1, start)) / (num_layers * chunk.rows)
-        if not limits.decode_shapes:
-            return chunk_slope, chunk_slope
         decode = limits.decode_shapes[-1]
         return self._slope(_Timed(decode, decode.rows, start)) / (num_layers * decode.rows), chunk_slope
 

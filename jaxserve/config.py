@@ -204,8 +204,6 @@ class EngineConfig:
     """Most drafts of a sequence that one step may verify."""
     draft_layers: int = 0
     """Layers of the model whose hidden states the engine drafts from; 0 leaves drafting to the host."""
-    verify_rows: tuple[int, ...] = ()
-    """Rungs below `chunk_rows`, for steps with few drafts."""
     moves_pages: bool = False
     """Whether the host can read and write pages of the pool; there are programs for it then."""
 
@@ -224,9 +222,6 @@ class EngineConfig:
             raise ValueError(
                 f"draft_layers {self.draft_layers} is out of range: it must be 0 to {most_layers}"
             )
-        below = (*self.verify_rows, self.chunk_rows[0])
-        if list(below) != sorted(set(below)) or below[0] < 1:
-            raise ValueError(f"verify_rows {self.verify_rows} do not rise to chunk_rows {self.chunk_rows}")
         if self.decode_rows[-1] < self.num_slots:
             raise ValueError(f"decode_rows ends at {self.decode_rows[-1]}, below num_slots {self.num_slots}")
         if self.max_model_len > self.model.max_position:

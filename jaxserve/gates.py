@@ -1,4 +1,5 @@
-"""Requests whose every token must be of a grammar: which tokens may come next is worked out off the loop.
+"""Requests whose every token must be of a grammar: which tokens may come next is worked out off the loop, but
+for what may follow drafts.
 
 A gated request computes nothing from the moment that it samples a token until its mask for the next one has
 been made; everybody else goes on meanwhile.
@@ -120,12 +121,12 @@ class GrammarGates:
     def trim(self, request: Request, tokens: list[int]) -> list[int]:
         """As many of a gated request's drafts as its grammar lets come one after another."""
         mask = self._masks.get(request)
-        if mask is None:
+        if mask is None or tokens[0] < 0:  # What the engine guesses is not known.
             return []
         matcher = self._matchers[request].copy()
         masks = self._ahead[request] = []
         for token in tokens:
-            if token < 0 or not mask[token >> 5] >> (token & 31) & 1:  # What the engine guesses is not known.
+            if not mask[token >> 5] >> (token & 31) & 1:
                 break
             try:
                 matcher.accept(token)

@@ -315,6 +315,12 @@ class EngineLimits:
     """Whether it can guess drafts itself."""
 
     @property
+    def decoding_shapes(self) -> tuple[StepShape, ...]:
+        """Of steps that only decode: where none are made for that, those of prompts as far as slots go."""
+        num_smaller = sum(shape.rows < self.num_slots for shape in self.chunk_shapes)
+        return self.decode_shapes or self.chunk_shapes[: num_smaller + 1]
+
+    @property
     def longest_lag(self) -> int:
         """Tokens by which a sequence that met its end within a step may be behind where the host had it go;
         until the host learns of it, the sequence reads what such a one reads."""

@@ -25,7 +25,7 @@ _DEFAULT_SECONDS = 30.0
 
 class Advise:
     name = "advise"
-    help = "say what to change about a server, from its metrics, benchmarks or traffic"
+    help = "say what to change about a server, from what was measured"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.description, parser.epilog = _DESCRIPTION, _SOURCES

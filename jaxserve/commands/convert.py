@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 class Convert:
     name = "convert"
-    help = "write a model once in the form that starts fastest, quantised if asked"
+    help = "write a model once, quantised or not, to start from"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.description = (

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from jaxserve.commands.command import add_verbose_argument, say, shows_status
 from jaxserve.config import KvFormat
+from jaxserve.sizes import default_sizes
 
 if TYPE_CHECKING:
     from jaxserve.config import FloatFormat, ModelConfig
@@ -165,7 +166,7 @@ def _sampled_trace(args: argparse.Namespace, target: PlanTarget, model: ModelCon
 
 
 def _num_slots(args: argparse.Namespace, target: PlanTarget) -> int:
-    return args.slots or (16 if target.is_cpu else 64)
+    return args.slots or default_sizes(on_cpu=target.is_cpu).num_slots
 
 
 def _sizes(args: argparse.Namespace, target: PlanTarget, trace: Trace) -> Sizes:
@@ -174,7 +175,7 @@ def _sizes(args: argparse.Namespace, target: PlanTarget, trace: Trace) -> Sizes:
     longest = max(one.prompt_tokens + one.output_tokens for one in trace.requests)
     return Sizes(
         num_slots=_num_slots(args, target),
-        max_chunk=args.max_chunk or (256 if target.is_cpu else 1024),
+        max_chunk=args.max_chunk or default_sizes(on_cpu=target.is_cpu).max_chunk,
         max_model_len=args.max_model_len or longest,
     )
 

@@ -135,9 +135,10 @@ def _stacks(parameters: Mapping[str, _Arrays]) -> dict[str, list[str]]:
 
 
 def _member(stack: jax.Array, number: int) -> jax.Array:
-    """One of a stack; of one in the host's memory, without a copy if it begins where XLA wants arrays to."""
+    """One of a stack; of one in the host's memory, a view of it if it begins where XLA wants arrays to, which
+    keeps the stack."""
     if stack.is_fully_addressable and stack.sharding.device_set == {jax.devices("cpu")[0]}:
-        return jax.device_put(np.asarray(stack)[number], may_alias=True)
+        return jax.device_put(np.asarray(stack)[number], stack.sharding, may_alias=True)
     return jax.lax.dynamic_index_in_dim(stack, number, keepdims=False)
 
 

@@ -21,6 +21,7 @@ from jaxserve.engine.state import MAX_EOS_IDS
 from jaxserve.model.cache import page_layouts
 from jaxserve.model.transformer import LayerLoop, Params
 from jaxserve.quantization import recipe_named, recipe_of_label
+from jaxserve.sizes import DRAFT_ROWS, default_sizes, ladder, lowest_chunk
 from jaxserve.speculation import DEFAULT_MAX_DRAFTS, read_speculative
 from jaxserve.weights import AnyCheckpoint, Checkpoint, cache_home
 from pallas_kernels import native
@@ -35,7 +36,6 @@ Progress = Callable[[str, int, int], None]
 
 CPU_KV_MEMORY = 2**30
 DEVICE_MEMORY_SHARE = 0.9
-FEW_SLOTS = 4
 SHAPE_INVARIANT_ROWS = 4
 """Fewest of a step in the shape-invariant mode, unless products are exact: XLA on CPU multiplies a single row
 with another kernel, in another order, than two or more."""
@@ -200,9 +200,10 @@ def resolve_config(
     if len(model.eos_token_ids) > MAX_EOS_IDS:
         raise ValueError(f"{len(model.eos_token_ids)} end-of-sequence ids; the limit is {MAX_EOS_IDS}")
     on_cpu = platform == "cpu"
-    num_slots = options.num_slots or (16 if on_cpu else 64)
-    page_size = options.page_size or (16 if on_cpu else 64)
-    max_chunk = options.max_chunk or (256 if on_cpu else 1024)
+    sizes = default_sizes(on_cpu=on_cpu)
+    num_slots = options.num_slots or sizes.num_slots
+    page_size = options.page_size or sizes.page_size
+    max_chunk = options.max_chunk or sizes.max_chunk
     kv_format: KvFormat = dtype if options.kv_format == "auto" else options.kv_format
     fewest = _fewest_rows(model, options)
     num_pages = _resolve_pages(
@@ -213,7 +214,7 @@ def resolve_config(
         cache=CacheConfig(page_size=page_size, num_pages=num_pages, kv_format=kv_format),
         max_model_len=max_model_len,
         num_slots=num_slots,
-        decode_rows=_ladder(fewest, num_slots),
+        decode_rows=ladder(fewest, num_slots),
         chunk_rows=_chunk_rows(options, fewest, num_slots, max_chunk),
         compute_format=dtype,
         recipe=_resolve_recipe(options),
@@ -224,19 +225,8 @@ def resolve_config(
         max_iterations=options.max_iterations,
         max_drafts=options.max_drafts if options.speculative else 0,
         draft_layers=_resolve_draft_layers(options, model),
-        verify_rows=_verify_rows(options, num_slots),
         moves_pages=options.host_kv_memory is not None,
     )
-
-
-def _ladder(lowest: int, highest: int) -> tuple[int, ...]:
-    """Sizes four apart, the last one exactly `highest`."""
-    rungs: list[int] = []
-    rung = lowest
-    while rung < highest:
-        rungs.append(rung)
-        rung *= 4
-    return (*rungs, max(lowest, highest))
 
 
 def _fewest_rows(model: ModelConfig, options: EngineOptions) -> int:
@@ -253,43 +243,25 @@ def _has_exact_products(model: ModelConfig, quantize: str | None) -> bool:
 
 
 def _chunk_rows(options: EngineOptions, fewest: int, num_slots: int, max_chunk: int) -> tuple[int, ...]:
-    """Rows of the steps that take chunks of prompts, and in the shape-invariant mode of all steps."""
-    lowest, longest = _lowest_chunk(num_slots), max(max_chunk, num_slots)
-    drafts = [rows for rows in _draft_rows(options) if rows < longest]
-    if not options.deterministic:
-        return tuple(sorted({*_ladder(lowest, longest), *(rows for rows in drafts if rows > lowest)}))
-    if fewest == 1:
-        return tuple(sorted({*_ladder(1, num_slots), *drafts, *_ladder(lowest, longest)}))
-    return _ladder(fewest, longest)
-
-
-def _lowest_chunk(num_slots: int) -> int:
-    """Rows of the smallest chunk step that is not for drafts alone."""
-    # Every rung is a program to compile or read: with few sequences, starting fast matters more.
-    return 16 if num_slots > FEW_SLOTS else 64
+    """Rows of the steps that take chunks of prompts or verify drafts, and in the shape-invariant mode of all
+    steps."""
+    longest = max(max_chunk, num_slots)
+    if options.deterministic and fewest > 1:
+        return ladder(fewest, longest)
+    single = ladder(fewest, num_slots) if options.deterministic else ()
+    drafts = () if options.speculative is None else (rows for rows in DRAFT_ROWS if rows < longest)
+    return tuple(sorted({*single, *drafts, *ladder(lowest_chunk(num_slots), longest)}))
 
 
 def _resolve_draft_layers(options: EngineOptions, model: ModelConfig) -> int:
     """Layers that draft in the engine. Raises ValueError for more than all but the last."""
-    num_layers = read_speculative(options.speculative).draft_layers if options.speculative else 0
+    num_layers = read_speculative(options.speculative) if options.speculative else 0
     if num_layers >= model.num_layers:
         raise ValueError(
             f"speculative {options.speculative!r}: the model has {model.num_layers} layers, of which 1 to "
             f"{model.num_layers - 1} can draft"
         )
     return num_layers
-
-
-def _draft_rows(options: EngineOptions) -> tuple[int, ...]:
-    """Rows of steps that verify drafts: few more than they have are to be padding."""
-    return () if options.speculative is None else (2, 4, 8, 16, 32)
-
-
-def _verify_rows(options: EngineOptions, num_slots: int) -> tuple[int, ...]:
-    """Of these, what is below the smallest chunk step."""
-    if options.deterministic:
-        return ()
-    return tuple(rows for rows in _draft_rows(options) if rows < _lowest_chunk(num_slots))
 
 
 def layer_loop_for(platform: str) -> LayerLoop:

@@ -14,8 +14,8 @@ def decode_shapes(config: EngineConfig) -> tuple[StepShape, ...]:
 
 
 def chunk_shapes(config: EngineConfig) -> tuple[StepShape, ...]:
-    """Steps with any number of rows a sequence; the smallest are for drafts, where all rows have logits."""
+    """Steps with any number of rows a sequence; in the smallest all rows have logits."""
     return tuple(
         StepShape(rows, min(rows, config.num_slots), min(rows, config.chunk_logit_rows))
-        for rows in config.verify_rows + config.chunk_rows
+        for rows in config.chunk_rows
     )

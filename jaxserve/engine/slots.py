@@ -105,7 +105,8 @@ def load_slot(state: DeviceState, load: PackedLoad) -> DeviceState:
         bias_ids=sampling.bias_ids.at[slot].set(load.bias_ids),
         bias_values=sampling.bias_values.at[slot].set(load.bias_values),
         allowed=sampling.allowed.at[slot].set(load.allowed),
-        grammar=sampling.grammar.at[slot, 0].set(load.grammar),
+        # Masks after drafts are those of whoever had the slot before.
+        grammar=sampling.grammar.at[slot].set(jnp.uint32(0xFFFFFFFF)).at[slot, 0].set(load.grammar),
         masked=sampling.masked.at[slot].set(masked != 0),
         num_biases=sampling.num_biases.at[slot].set(num_biases),
         wants_logprobs=sampling.wants_logprobs.at[slot].set(wants_logprobs != 0),

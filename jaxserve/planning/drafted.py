@@ -9,10 +9,8 @@ import numpy as np
 
 from jaxserve.plan import EngineLimits, StepShape
 from jaxserve.planning.cost_model import CostModel, Counts, Roofline
+from jaxserve.sizes import DRAFT_ROWS
 from jaxserve.speculation.gain import worthwhile_counts
-
-VERIFY_ROWS = (2, 4, 8, 16, 32)
-"""Rows of the shapes that engines with drafts have below their smallest chunk."""
 
 
 class DraftedSteps:
@@ -45,7 +43,7 @@ class DraftedSteps:
         if max_drafts < 1:
             raise ValueError(f"max_drafts {max_drafts} is below 1")
         self._cost = cost
-        self._rows = sorted({*VERIFY_ROWS, *(shape.rows for shape in limits.chunk_shapes)})
+        self._rows = sorted({*DRAFT_ROWS, *(shape.rows for shape in limits.chunk_shapes)})
         self._acceptance = acceptance
         self._max_drafts = max_drafts
         self._host_seconds = host_seconds

@@ -26,9 +26,10 @@ class Precision:
     def stored_bytes(self, model: ModelConfig, others: FloatFormat) -> float:
         """Of all of a model's parameters, scales included.
 
-        `others`: the format of what the recipe leaves alone, norms, biases and routers aside.
+        `others`: the format of what a recipe leaves alone, norms, biases and routers aside.
         """
         recipe = recipe_named(self.recipe) if self.recipe else None
+        plain = others if recipe else self.weight_format
         total = 0
         for name, info in model_parameters(model):
             size = math.prod(info.shape)
@@ -37,7 +38,7 @@ class Precision:
                 num_inputs = math.prod(info.shape[-info.num_input_axes :])
                 total += format.num_bytes(size // num_inputs, num_inputs)
             else:
-                total += size * (2 if others == "bfloat16" and not info.full_precision else 4)
+                total += size * (2 if plain == "bfloat16" and not info.full_precision else 4)
         return total
 
 

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from jaxserve.plan import EngineLimits, IntArray, SlotLoad, StepHandle, StepPlan, StepResult, StepShape
 from jaxserve.planning.cost_model import CostModel, Counts
 from jaxserve.planning.prompts import ANSWER_TOKEN
+from jaxserve.sizes import ladder, lowest_chunk
 
 StepTimer = Callable[[StepShape, Counts, Counts], float]
 """Seconds of a step: its shape, each sequence's tokens in the pool before it, each sequence's rows."""
@@ -154,7 +155,7 @@ def virtual_limits(
         usable=memory_share * cost.chip.memory_bytes,
         weights=weight_bytes / cost.num_chips,
     )
-    decode, chunk = _ladder(1, num_slots), _ladder(16, max(max_chunk, num_slots))
+    decode, chunk = ladder(1, num_slots), ladder(lowest_chunk(num_slots), max(max_chunk, num_slots))
     return EngineLimits(
         num_slots=num_slots,
         max_model_len=length,
@@ -192,13 +193,3 @@ def _pool_pages(
             f"of {length} tokens: more chips, a smaller format or a smaller max_model_len would do"
         )
     return num_pages
-
-
-def _ladder(lowest: int, highest: int) -> tuple[int, ...]:
-    """Sizes four apart, the last one exactly `highest`."""
-    rungs: list[int] = []
-    rung = lowest
-    while rung < highest:
-        rungs.append(rung)
-        rung *= 4
-    return (*rungs, max(lowest, highest))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxserve.plan import EngineLimits
+from jaxserve.plan import EngineLimits, StepShape
 from jaxserve.scheduling.draft_tally import DraftingState
 from jaxserve.scheduling.request import Request
 from jaxserve.scheduling.step import ScheduledStep
@@ -71,12 +71,16 @@ class DraftPace:
         """There are drafts to choose from."""
         self._had_drafts = True
 
-    def seconds(self, num_decoding: int, num_drafts: int, num_rounds: int) -> float:
-        """What a step is expected to take that verifies so many drafts."""
-        if not num_drafts:
-            return self._plain.predict(self.plain_kind(num_decoding))
+    def shape(self, num_decoding: int, num_drafts: int) -> StepShape | None:
+        """Of a step that verifies so many drafts; None where there are none."""
         rows = num_decoding + num_drafts
-        return self._waited.predict(StepKind(self._limits.fit(rows, num_decoding, rows, False), num_rounds))
+        return self._limits.fit(rows, num_decoding, rows, False) if num_drafts else None
+
+    def seconds(self, num_decoding: int, shape: StepShape | None, num_rounds: int) -> float:
+        """What a step is expected to take that verifies drafts in a shape, or for None a plain one."""
+        if shape is None:
+            return self._plain.predict(self.plain_kind(num_decoding))
+        return self._waited.predict(StepKind(shape, num_rounds))
 
     def plain_kind(self, num_decoding: int) -> StepKind:
         """A step without drafts."""
@@ -98,7 +102,7 @@ class DraftPace:
             return
         self._waited.observe(kind, each)
         plain = self._plain.mean(self.plain_kind(len(step.rows)))
-        if plain is not None:
+        if plain:
             self._share, self._plain_step, self._num_sharing = plain, plain, len(step.rows)
             self.drafted_seconds += seconds
             self.plain_seconds += plain * plan.num_iterations

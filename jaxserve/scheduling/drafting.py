@@ -6,6 +6,7 @@ been collected; while it does not, steps overlap as ever, and drafting is tried 
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxserve.plan import EngineLimits, IntArray
+from jaxserve.plan import EngineLimits, IntArray, StepShape
 from jaxserve.scheduling.draft_pace import DraftPace
 from jaxserve.scheduling.draft_tally import SpeculationStatistics
 from jaxserve.scheduling.request import Request
@@ -171,10 +172,14 @@ class Drafting:
         num_decoding, in_engine = len(step.decoding), self._speculation.in_engine
         adapts = self._speculation.adaptive
 
+        @functools.cache
+        def of_shape(shape: StepShape | None, num_rounds: int) -> float:
+            return self._pace.seconds(num_decoding, shape, num_rounds)
+
         def seconds(num_drafts: int, longest: int) -> float:
             if not adapts:
                 return 1.0
-            return self._pace.seconds(num_decoding, num_drafts, longest if in_engine else 0)
+            return of_shape(self._pace.shape(num_decoding, num_drafts), longest if in_engine else 0)
 
         return worthwhile_counts(
             [self._rate(one.follower) for one in proposals],

@@ -44,8 +44,6 @@ class Newcomers:
         self._prompts = prompts
         self._cache = cache
         self._budget = budget
-        self.num_kept_out: dict[Hurdle, int] = dict.fromkeys(HURDLES, 0)
-        """Plannings of a step that left somebody waiting, by what for; since the beginning."""
         self.num_recomputed = 0
         """Tokens that preempted requests had computed, and did not find again when they went on."""
 
@@ -62,22 +60,23 @@ class Newcomers:
         if self._queue.precedes(request, victim):
             self._pages.preempt(victim, now)
 
-    def admit(self, step: StepBuilder, now: float, *, in_flight: bool) -> None:
+    def admit(self, step: StepBuilder, now: float, *, in_flight: bool) -> Hurdle | None:
         """Fill what is left of the step with waiting requests, the most urgent first.
 
-        `in_flight`: whether steps are under way that may yet give something back.
+        `in_flight`: whether steps are under way that may yet give something back. Returns what the rest of
+        the queue waits for; None where that is only a token of its own that is under way, or nobody waits.
         """
         if not len(self._queue):
-            return
-        hurdle = self._fill(step, now, in_flight=in_flight) if self._table.has_free else "slots"
-        if hurdle is not None and len(self._queue):
-            self.num_kept_out[hurdle] += 1
+            return None
+        if not self._table.has_free:
+            return "slots"
+        hurdle = self._fill(step, now, in_flight=in_flight)
+        return hurdle if len(self._queue) else None
 
     def _fill(self, step: StepBuilder, now: float, *, in_flight: bool) -> Hurdle | None:
-        """Start whom there is room for; return what ended it, which the rest of the queue waits for."""
         self._queue.begin_round()
         promised: list[int] | None = None
-        num_passed = 0
+        num_passed, short = 0, False
         while not step.full and (request := self._queue.peek(now)) is not None:
             if not self._has_slot(request):
                 return "tpot_target" if self._table.has_free else "slots"
@@ -90,12 +89,14 @@ class Newcomers:
                 self._start(request, start, step)
                 self._room.promise(request, promised)
             else:
-                num_passed += 1
+                num_passed, short = num_passed + 1, short or ready
                 if num_passed > _MAX_PASSED or not self._queue.set_aside(request, now):
-                    return "pages"
+                    break
         if step.full:
-            return "rows" if self._table.has_free else "slots"
-        return "pages" if num_passed else None
+            if not self._table.has_free:
+                return "slots"
+            return "tpot_target" if step.paced else "rows"
+        return "pages" if short else None
 
     def _has_slot(self, request: Request) -> bool:
         """Whether a slot is free in which neither it nor those that run would miss the tightest TPOT."""

@@ -12,7 +12,7 @@ retired.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from jaxserve.scheduling.admission import check_params, check_pool, check_prompt
 from jaxserve.scheduling.arrivals import Arrivals, take_tokens
 from jaxserve.scheduling.classes import SchedulerPolicy
 from jaxserve.scheduling.drafting import Drafting
-from jaxserve.scheduling.newcomers import Hurdle, Newcomers
+from jaxserve.scheduling.newcomers import HURDLES, Hurdle, Newcomers
 from jaxserve.scheduling.page_swap import PageSwap
 from jaxserve.scheduling.pages import PagePool, PageTable
 from jaxserve.scheduling.prefix_cache import CacheIdentity, PrefixCache
@@ -100,6 +100,8 @@ class Scheduler:
         self._newcomers = Newcomers(
             self._table, self._queue, room, self._pages, self._prompts, self.cache, self.budget
         )
+        self.num_kept_out: dict[Hurdle, int] = dict.fromkeys(HURDLES, 0)
+        """Steps that left requests waiting, by what these waited for; since the beginning."""
         self._num_arrived = 0
         self._in_flight: list[ScheduledStep] = []
         self._is_eos = np.zeros(limits.vocab_size, np.bool_)
@@ -135,11 +137,6 @@ class Scheduler:
     def num_recomputed(self) -> int:
         """Tokens that preempted requests had computed, and did not find again when they went on."""
         return self._newcomers.num_recomputed
-
-    @property
-    def num_kept_out(self) -> Mapping[Hurdle, int]:
-        """Plannings of a step that left requests waiting, by what these waited for."""
-        return self._newcomers.num_kept_out
 
     @property
     def num_in_flight(self) -> int:
@@ -217,14 +214,17 @@ class Scheduler:
         step, chunked = self._plan_running(todo, now)
         all_stay = num_preemptions == self.num_preemptions
         may_admit = all_stay or not (self.num_running or self._in_flight)
+        hurdle: Hurdle | None = "pages"
         if may_admit:  # There may be pages for others.
-            self._newcomers.admit(step, now, in_flight=bool(self._in_flight))
+            hurdle = self._newcomers.admit(step, now, in_flight=bool(self._in_flight))
         if step.decodes_only and not (step.empty or len(self._queue)):
             step.num_iterations = self._num_iterations(step.decoding)
         scheduled = step.build([grant for grants in self._pages.grants.values() for grant in grants])
         if scheduled is not None:
             self._pool.begin_step()
             self._in_flight.append(scheduled)
+            if hurdle is not None and len(self._queue):
+                self.num_kept_out[hurdle] += 1
             for request in (*chunked, *scheduled.admitted):
                 num_computed = int(self._table.computed[request.slot])
                 if self.cache is not None:
@@ -311,7 +311,8 @@ class Scheduler:
         if not one_each.all():
             longer, decoding = order[asked > 1].tolist(), order[one_each]
         decoding = self._pages.find(decoding, now)
-        step = StepBuilder(self.limits, table, self._max_prompt_rows(decoding, longer), decoding)
+        rows, paced = self._max_prompt_rows(decoding, longer)
+        step = StepBuilder(self.limits, table, rows, decoding, paced=paced)
         if self.drafting is not None:
             step.num_reserved = len(longer)
             self.drafting.fill(step)
@@ -334,12 +335,14 @@ class Scheduler:
         num_ahead = self._table.num_ahead(decoding, most)
         return int(num_ahead.max()) if self._pages.lend(decoding, num_ahead) else 1
 
-    def _max_prompt_rows(self, decoding: IntArray, longer: list[int]) -> int:
-        """Prompt tokens that the next step may compute beside those that decode."""
+    def _max_prompt_rows(self, decoding: IntArray, longer: list[int]) -> tuple[int, bool]:
+        """Prompt tokens that the next step may compute beside those that decode, and whether a target of
+        theirs makes them fewer."""
         if not longer and not (self._table.has_free and len(self._queue)):
-            return self.max_chunk  # Nobody asks.
-        tightest = self._table.tpot_target[decoding].min(initial=np.inf)
-        return self.budget.budget(len(decoding), float(tightest))
+            return self.max_chunk, False  # Nobody asks.
+        tightest = float(self._table.tpot_target[decoding].min(initial=np.inf))
+        rows = self.budget.budget(len(decoding), tightest)
+        return rows, tightest < np.inf and rows < self.budget.budget(len(decoding))
 
     def _plan_chunk(self, request: Request, todo: int, step: StepBuilder, now: float) -> bool:
         """Give the request as many rows as there are; return whether there was one."""

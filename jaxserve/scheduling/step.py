@@ -99,8 +99,17 @@ class StepBuilder:
     logit row stay reserved until its turn (`num_reserved`).
     """
 
-    def __init__(self, limits: EngineLimits, table: SlotTable, max_chunk: int, decoding: IntArray) -> None:
-        """`max_chunk`: the most tokens for the others together; `decoding`: slots."""
+    def __init__(
+        self,
+        limits: EngineLimits,
+        table: SlotTable,
+        max_chunk: int,
+        decoding: IntArray,
+        *,
+        paced: bool = False,
+    ) -> None:
+        """`max_chunk`: the most tokens for the others together; `decoding`: slots; `paced`: whether a target
+        of these makes those fewer."""
         largest = limits.chunk_shapes[-1]
         self._limits = limits
         self._table = table
@@ -110,6 +119,7 @@ class StepBuilder:
         self._logit_rows_left = largest.logit_rows - len(decoding)
         self._sequences_left = largest.sequences - len(decoding)
         self._chunk_left = max_chunk
+        self.paced = paced
         self.num_reserved = 0
         self.num_iterations = 1
         """Tokens that each sequence computes one after another, if all only decode."""

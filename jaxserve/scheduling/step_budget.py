@@ -127,7 +127,6 @@ class TokenBudget:
         if max_pause < 0:
             raise ValueError(f"max_pause {max_pause} is negative")
         self._limits = limits
-        self._decoding = _decoding_shapes(limits)
         self._headroom = headroom
         self._max_pause = max_pause
         self._num_paused = 0
@@ -178,7 +177,7 @@ class TokenBudget:
         """Answers that can go on side by side in steps that keep `tightest_tpot`; no bound, which is the
         number of slots, where a step for a single one would miss it."""
         limit = self._headroom * tightest_tpot
-        shapes = self._decoding
+        shapes = self._limits.decoding_shapes
         if limit == inf or self.times.predict(shapes[0].rows, 1) > limit:
             return self._limits.num_slots
         for shape, smaller in zip(shapes[:0:-1], shapes[-2::-1], strict=True):
@@ -196,7 +195,7 @@ class TokenBudget:
 
     def _alone(self, num_decoding: int) -> float:
         """Seconds of a step without any prompt."""
-        rows = next((s.rows for s in self._decoding if s.rows >= num_decoding), num_decoding)
+        rows = next((s.rows for s in self._limits.decoding_shapes if s.rows >= num_decoding), num_decoding)
         return self.times.predict(rows, num_decoding)
 
     def _fill(self, shapes: list[StepShape], num_decoding: int) -> StepShape:
@@ -213,11 +212,3 @@ class TokenBudget:
         if min(shape.sequences, shape.logit_rows) <= num_decoding or room < max(1, shape.rows // 8):
             return 0
         return min(room, self._max_chunk)
-
-
-def _decoding_shapes(limits: EngineLimits) -> tuple[StepShape, ...]:
-    """Of steps that only decode: in the shape-invariant mode those of prompts, as far as slots go."""
-    if limits.decode_shapes:
-        return limits.decode_shapes
-    smaller = [shape for shape in limits.chunk_shapes if shape.rows < limits.num_slots]
-    return limits.chunk_shapes[: len(smaller) + 1]

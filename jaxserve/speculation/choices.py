@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from jaxserve.speculation.drafter import EngineDrafter, Speculation
 from jaxserve.speculation.ngram import NgramDrafter
 
@@ -12,21 +10,16 @@ DEFAULT_MAX_DRAFTS = 7
 """A step of eight rows, which are a multiple of what machines like."""
 
 
-@dataclass(frozen=True)
-class SpeculativeChoice:
-    """What a name asks for."""
+def read_speculative(name: str) -> int:
+    """Layers of the model that are to draft in the engine; 0 where drafts come from the host.
 
-    draft_layers: int = 0
-    """Layers of the model that draft in the engine; 0 drafts on the host."""
-
-
-def read_speculative(name: str) -> SpeculativeChoice:
-    """What a name asks for. Raises ValueError for none of "ngram" and "skip:N", with N from 1 up."""
+    Raises ValueError for a name that is none of "ngram" and "skip:N", with N from 1 up.
+    """
     kind, _, number = name.partition(":")
     if name == "ngram":
-        return SpeculativeChoice()
+        return 0
     if kind == "skip" and number.isdecimal() and int(number):
-        return SpeculativeChoice(draft_layers=int(number))
+        return int(number)
     raise ValueError(f"{name!r} is not one of ngram, skip:N (N layers, from 1 up)")
 
 
@@ -35,5 +28,5 @@ def named_speculation(name: str | None, max_drafts: int) -> Speculation | None:
     its first N layers; None drafts nothing. Raises ValueError as `read_speculative` does."""
     if name is None:
         return None
-    drafter = EngineDrafter if read_speculative(name).draft_layers else NgramDrafter
+    drafter = EngineDrafter if read_speculative(name) else NgramDrafter
     return Speculation(drafter=drafter, max_drafts=max_drafts, name=name)

@@ -84,10 +84,10 @@ class StepSeconds:
     def predict(self, kind: StepKind) -> float:
         """Seconds of a step; of a kind not seen yet between what the next smaller and larger ones take, or
         as little as can be, so that it is tried."""
-        known = self._hints | self._means
-        mean = known.get(kind)
+        mean = self._means.get(kind, self._hints.get(kind))
         if mean is not None:
             return mean
+        known = self._hints | self._means
         seen = [(one.size, mean) for one, mean in known.items()]
         size, low = max((point for point in seen if point[0] <= kind.size), default=(0, 0.0))
         larger, high = min((point for point in seen if point[0] > kind.size), default=(0, low))

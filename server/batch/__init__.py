@@ -1,8 +1,4 @@
-"""`jaxserve batch`: a file of requests, answered as fast as the engine can, in OpenAI's batch format."""
+"""`jaxserve batch`: a file of requests, answered as fast as the engine can, in OpenAI's batch format.
 
-from server.batch.files import BatchFiles
-from server.batch.manifest import keep_manifest
-from server.batch.requests import Preparer
-from server.batch.run import BatchReport, BatchRun
-
-__all__ = ["BatchFiles", "BatchReport", "BatchRun", "Preparer", "keep_manifest"]
+Nothing is imported here: whoever lists the commands imports `command`, and is to be spared the rest.
+"""

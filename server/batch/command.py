@@ -14,7 +14,9 @@ from server.route_arguments import model_name
 
 if TYPE_CHECKING:
     from jaxserve.loop import HostLoop
-    from server.batch import BatchFiles, BatchReport, Preparer
+    from server.batch.files import BatchFiles
+    from server.batch.requests import Preparer
+    from server.batch.run import BatchReport
 
 SOME_FAILED = 3
 """Exit status where a line got an error for an answer."""
@@ -60,7 +62,7 @@ class Batch:
     def run(self, args: argparse.Namespace) -> int:
         if args.read_ahead < 1:
             raise ValueError(f"--read-ahead {args.read_ahead} is below 1")
-        from server.batch import BatchFiles
+        from server.batch.files import BatchFiles
 
         with BatchFiles(args.batch, args.answers) as files:
             report = _answer(args, files) if files.num_left else None
@@ -76,7 +78,7 @@ def _answer(args: argparse.Namespace, files: BatchFiles) -> BatchReport:
     with loading(args):
         with interrupts_deferred():  # Broken off in the middle, the import of jaxlib crashes.
             from jaxserve.offline import OfflineLoop
-            from server.batch import BatchRun
+            from server.batch.run import BatchRun
         preparer, loop, fingerprint = _load(args, files)
     shown, done = shows_status(args), files.ledger.num_answered
     try:
@@ -102,7 +104,8 @@ def _load(args: argparse.Namespace, files: BatchFiles) -> tuple[Preparer, HostLo
     from jaxserve.engine.build import engine_options
     from jaxserve.opened_model import loop_of, open_model
     from jaxserve.run_manifest import BATCH_PART
-    from server.batch import Preparer, keep_manifest
+    from server.batch.manifest import keep_manifest
+    from server.batch.requests import Preparer
     from server.core.intake import Intake
     from server.http.tool_speech import ToolSpeech
 

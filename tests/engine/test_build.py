@@ -62,7 +62,8 @@ def test_but_where_products_are_exact_a_step_may_be_of_one_row() -> None:
     )
     drafting = resolved(EngineOptions(quantize="w8a8", deterministic=True, speculative="ngram"))
     assert drafting.chunk_rows == (1, 2, 4, 8, 16, 32, 64, 256)
-    assert drafting.verify_rows == ()
+    plain = resolved(EngineOptions(speculative="ngram"))
+    assert (plain.decode_rows, plain.chunk_rows) == ((1, 4, 16), (2, 4, 8, 16, 32, 64, 256))
     assert resolved(EngineOptions(quantize="int4", deterministic=True)).chunk_rows[0] == 4
     experts: dict[str, Any] = {"num_experts": 4, "experts_per_token": 2, "expert_intermediate_size": 32}
     routed = resolved(

@@ -135,10 +135,34 @@ def test_drafts_of_answers_held_to_a_grammar_change_nothing(engine: DeviceEngine
     assert engine.compiles_after_ready == 0
 
 
+def test_a_grammar_leaves_its_slot_with_the_answer(engine: DeviceEngine) -> None:
+    """Whoever has the slot next, and an own set of tokens, drafts as if nobody had been there."""
+    grammars = RemainderGrammars(engine.limits.vocab_size, engine.limits.eos_token_ids[0])
+    held = (list(range(7, 30, 2)), gated(18, max_tokens=30, temperature=0))
+    free = (
+        list(range(9, 40, 3)),
+        SamplingParams(temperature=0, max_tokens=30, bad_token_ids=(2,), ignore_eos=True),
+    )
+    (plain,) = serve(HostLoop(engine), [free])
+    texts: list[list[int]] = []
+    loop = HostLoop(
+        engine,
+        grammars=grammars,
+        speculation=Speculation(drafter=foreseeing(texts, 90), max_drafts=MAX_DRAFTS, adaptive=False),
+    )
+    (gone,) = serve(HostLoop(engine, grammars=grammars), [held])
+    texts += [held[0] + list(gone.outputs[0].token_ids), free[0] + list(plain.outputs[0].token_ids)]
+    for _ in range(2):  # One after another in the one slot that is taken first.
+        serve(loop, [held])
+        (drafted,) = serve(loop, [free])
+        assert drafted.outputs[0].token_ids == plain.outputs[0].token_ids
+        assert drafted.drafts.num_accepted > 0
+
+
 def test_drafts_in_steps_of_their_own_shapes(tmp_path: Path) -> None:
     """Where shapes round differently the tokens are the same, as float32 has margin enough."""
     folder = write_tiny_model("qwen3", tmp_path)
-    engine = small_engine(folder, max_drafts=MAX_DRAFTS, chunk_rows=(64,), verify_rows=(8,))
+    engine = small_engine(folder, max_drafts=MAX_DRAFTS, chunk_rows=(8, 64))
     plain = serve(HostLoop(engine), cases())
     texts = [p + list(s.token_ids) for (p, _), o in zip(cases(), plain, strict=True) for s in o.outputs]
     speculation = Speculation(drafter=foreseeing(texts, 90), max_drafts=MAX_DRAFTS, adaptive=False)

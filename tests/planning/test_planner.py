@@ -55,6 +55,14 @@ def one_row(candidate: Candidate, sizes: Sizes = SIZES, **demand: Any) -> Row:
 # Memory ----------------------------------------------------------------------------------------------------
 
 
+def test_what_has_no_recipe_takes_its_own_format() -> None:
+    model = MODELS["llama-3.1-8b"]
+    for others in ("float32", "bfloat16"):
+        wide, narrow = (find_precision(name).stored_bytes(model, others) for name in ("float32", "bfloat16"))
+        assert wide / narrow == pytest.approx(2.0, rel=0.01)
+    assert wide == pytest.approx(4 * 8.03e9, rel=0.01)
+
+
 def test_memory_of_llama_by_hand() -> None:
     memory = memory_of(candidate(), SIZES, 2048)
     # All matrices in two bytes, 65 norms of 4096 in four.

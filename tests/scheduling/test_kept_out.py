@@ -45,6 +45,35 @@ def test_a_target_keeps_others_out_of_free_slots() -> None:
     assert 1 <= scheduler.num_running < 4
 
 
+def test_a_target_that_leaves_no_rows_for_prompts_is_what_they_wait_for() -> None:
+    tight = PriorityClass(name="default", tpot_target=0.02)
+    scheduler = Scheduler(make_limits(num_slots=8), policy=SchedulerPolicy(classes=(tight,)))
+    limits = scheduler.limits
+    for _ in range(100):
+        for shape in limits.decode_shapes:
+            scheduler.budget.observe(shape.rows, shape.rows, 0.01)
+        for shape in limits.chunk_shapes:
+            scheduler.budget.observe(shape.rows, shape.rows, 1.0)
+    assert planned(scheduler, [3]) == {}
+    step = scheduler.plan()
+    assert step is not None
+    scheduler.submit("late", [7] * 3, ENDLESS, 0)
+    assert scheduler.plan() is not None
+    assert {hurdle: count for hurdle, count in scheduler.num_kept_out.items() if count} == {"tpot_target": 1}
+
+
+def test_steps_are_counted_and_not_attempts() -> None:
+    scheduler = Scheduler(make_limits(num_slots=1, num_pages=(25,)))
+    assert planned(scheduler, [3, 3]) == {"slots": 1}
+    for _ in range(3):
+        scheduler.submit("more", [7] * 3, SamplingParams(max_tokens=1), 0)
+    while scheduler.plan() is not None:
+        pass
+    counted = sum(scheduler.num_kept_out.values())
+    assert scheduler.plan() is None, "all that its request has is in flight"
+    assert sum(scheduler.num_kept_out.values()) == counted == scheduler.num_in_flight
+
+
 @pytest.mark.parametrize("cached", [False, True])
 def test_what_the_preempted_compute_again_is_counted(cached: bool) -> None:
     cache = CacheIdentity(model="fake", kv_format="int8") if cached else None

@@ -15,7 +15,7 @@ def test_names() -> None:
     assert (lookup.drafter, lookup.max_drafts, lookup.name) == (NgramDrafter, 7, "ngram")
     assert (skip.drafter, skip.max_drafts, skip.name) == (EngineDrafter, 3, "skip:12")
     assert (lookup.in_engine, skip.in_engine) == (False, True)
-    assert read_speculative("skip:12").draft_layers == 12
+    assert read_speculative("skip:12") == 12
 
 
 @pytest.mark.parametrize("name", ["", "guess", "skip", "skip:", "skip:0", "skip:-1", "skip:x", "ngram:2"])

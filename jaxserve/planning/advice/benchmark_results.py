@@ -26,7 +26,6 @@ class BenchmarkRun:
     """Requests a second that kept the limits which the benchmark was given; None where there were none."""
     tpot_p50: float
     tpot_p99: float
-    ttft_p99: float
     itl_p50: float
     itl_p99: float
 
@@ -61,7 +60,6 @@ def _run(name: str, record: Any) -> BenchmarkRun:
         goodput=None if goodput is None else _number(name, record, "request_goodput"),
         tpot_p50=_number(name, record, "median_tpot_ms") / 1e3,
         tpot_p99=_number(name, record, "p99_tpot_ms") / 1e3,
-        ttft_p99=_number(name, record, "p99_ttft_ms") / 1e3,
         itl_p50=_number(name, record, "median_itl_ms") / 1e3,
         itl_p99=_number(name, record, "p99_itl_ms") / 1e3,
     )

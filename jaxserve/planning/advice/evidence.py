@@ -21,18 +21,14 @@ TECHNIQUES: tuple[Technique, ...] = ("speculation", "quantization", "disaggregat
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Latencies that are to be kept, in seconds; None where nobody has said."""
+    """Latencies that are to be kept, in seconds."""
 
     tpot: float | None = None
-    """Time for each token after the first."""
-    ttft: float | None = None
-    """Time to the first token."""
+    """Time for each token after the first; None where nobody has said."""
 
     def __post_init__(self) -> None:
-        for name in ("tpot", "ttft"):
-            seconds = getattr(self, name)
-            if seconds is not None and not seconds > 0:
-                raise ValueError(f"{name} limit {seconds} s is not above 0")
+        if self.tpot is not None and not self.tpot > 0:
+            raise ValueError(f"tpot limit {self.tpot} s is not above 0")
 
 
 @dataclass(frozen=True, kw_only=True)

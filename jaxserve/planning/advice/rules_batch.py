@@ -27,7 +27,7 @@ def slots_are_full(seen: Evidence) -> Advice | None:
     limit = limit_in_force(seen)
     if limit is not None and server.tpot.quantile(0.95) > limit:
         return None
-    num_slots = min(2 * server.num_slots, int(server.num_slots / max(usage, 0.5)))
+    num_slots = int(server.num_slots / max(usage, 0.5))
     return Advice(
         technique="more slots",
         evidence=(

@@ -14,7 +14,6 @@ ENOUGH_ANSWERS = 10
 """Answers of which means can be told; they are of hundreds of steps, as a rule."""
 ENOUGH_OF_A_SIZE = 8
 """Steps of one size of which a mean can be told; so many make up the means by which drafts are chosen too."""
-_NO_TENANT = "none"
 
 
 @dataclass(frozen=True)

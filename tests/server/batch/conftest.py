@@ -13,8 +13,9 @@ import pytest
 from jaxserve.cli import main
 from jaxserve.offline import OfflineLoop
 from jaxserve.opened_model import make_loop
-from server.batch import BatchFiles, BatchReport, BatchRun, Preparer
-from server.batch.run import READ_AHEAD, Progress
+from server.batch.files import BatchFiles
+from server.batch.requests import Preparer
+from server.batch.run import READ_AHEAD, BatchReport, BatchRun, Progress
 from server.core.intake import Intake
 from server.http.tool_speech import ToolSpeech
 from tests.cli.conftest import opening

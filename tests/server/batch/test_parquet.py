@@ -13,7 +13,7 @@ pa = pytest.importorskip("pyarrow", reason="needs the parquet extra")
 pq = pytest.importorskip("pyarrow.parquet", reason="needs the parquet extra")
 
 from jaxserve.cli import main  # noqa: E402
-from server.batch import BatchFiles  # noqa: E402
+from server.batch.files import BatchFiles  # noqa: E402
 from tests.fake_engine import FakeEngine  # noqa: E402
 from tests.fake_model import FakeModel, fake_limits  # noqa: E402
 from tests.server.batch.conftest import (  # noqa: E402

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from server.batch import BatchFiles
+from server.batch.files import BatchFiles
 from tests.conftest import REPOSITORY
 from tests.fake_engine import FakeEngine
 from tests.fake_model import FakeModel, fake_limits

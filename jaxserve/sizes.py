@@ -1,0 +1,42 @@
+"""Sizes that an engine has where nobody says otherwise; the planner plans with the same."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class DefaultSizes(NamedTuple):
+    """Of an engine."""
+
+    num_slots: int
+    page_size: int
+    max_chunk: int
+    """Rows of the largest step."""
+
+
+_ON_CPU = DefaultSizes(num_slots=16, page_size=16, max_chunk=256)
+_ELSEWHERE = DefaultSizes(num_slots=64, page_size=64, max_chunk=1024)
+FEW_SLOTS = 4
+DRAFT_ROWS = (2, 4, 8, 16, 32)
+"""Rows of steps that verify drafts: few more than they have are to be padding."""
+
+
+def default_sizes(*, on_cpu: bool) -> DefaultSizes:
+    """What is meant where a size is left out."""
+    return _ON_CPU if on_cpu else _ELSEWHERE
+
+
+def ladder(lowest: int, highest: int) -> tuple[int, ...]:
+    """Sizes four apart, the last one exactly `highest`."""
+    rungs: list[int] = []
+    rung = lowest
+    while rung < highest:
+        rungs.append(rung)
+        rung *= 4
+    return (*rungs, max(lowest, highest))
+
+
+def lowest_chunk(num_slots: int) -> int:
+    """Rows of the smallest chunk step that is not for drafts alone."""
+    # Every rung is a program to compile or read: with few sequences, starting fast matters more.
+    return 16 if num_slots > FEW_SLOTS else 64
