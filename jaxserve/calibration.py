@@ -26,8 +26,8 @@ from jaxserve.engine.build import (
     EngineOptions,
     layer_loop_for,
     local_target,
-    resolve_config,
     resolve_dtype,
+    resolve_here,
 )
 from jaxserve.engine.compile_cache import compile_counter, enable_compilation_cache
 from jaxserve.engine.engine import DeviceEngine
@@ -77,7 +77,6 @@ class Calibration:
             max_model_len=sizes.max_model_len,
             kv_format=kv_format,
             page_size=self._page_size,
-            deterministic=False,  # It is the default only where it costs nothing: times are the same.
         )
         self._on_progress = on_progress
         self._costs: dict[str, MeasuredCost] = {}
@@ -220,12 +219,9 @@ class _Probe:
     """A cut of a model on an engine, its steps ready to be timed."""
 
     def __init__(self, model: ModelConfig, options: EngineOptions) -> None:
-        platform = jax.default_backend()
-        length = options.max_model_len or model.max_position
         # Each slot has all the pages that its longest sequence needs: none is ever granted one.
-        options = replace(options, num_pages=2**31)
-        config = resolve_config(model, options, platform, resolve_dtype(options, platform), length)
-        layer_loop = layer_loop_for(platform)
+        config = resolve_here(model, replace(options, num_pages=2**31))
+        layer_loop = layer_loop_for(jax.default_backend())
         programs = compile_programs(config, layer_loop, target=local_target())
         shapes = abstract_parameters(model, config.compute_format, layer_loop, recipe_in_force(config))
         self._engine = DeviceEngine(config, _made_up(shapes), programs)
@@ -233,8 +229,10 @@ class _Probe:
 
     @property
     def shapes(self) -> tuple[StepShape, ...]:
+        """As the planner knows them: it has some for decoding alone, whether the engine has or not."""
         limits = self._engine.limits
-        return limits.decode_shapes + limits.chunk_shapes
+        sizes = [min(shape.rows, limits.num_slots) for shape in limits.decoding_shapes]
+        return (*(StepShape(size, size, size, decode=True) for size in sizes), *limits.chunk_shapes)
 
     def shape_seconds(self, shape: StepShape) -> float:
         """Of a full step with contexts as short as can be."""
@@ -250,7 +248,7 @@ class _Probe:
         if not start:
             return 0.0, 0.0
         chunk_slope = self._slope(_Timed(chunk, 1, start)) / (num_layers * chunk.rows)
-        decode = limits.decode_shapes[-1]
+        decode = next(shape for shape in reversed(self.shapes) if shape.decode)
         return self._slope(_Timed(decode, decode.rows, start)) / (num_layers * decode.rows), chunk_slope
 
     def _slope(self, long: _Timed) -> float:
@@ -262,7 +260,10 @@ class _Probe:
     def _seconds(self, timed: _Timed) -> float:
         """The median of several steps, from dispatch to result, after one that is not counted."""
         rows = 1 if timed.shape.decode else timed.shape.rows
-        plan = StepPlan.of([SequencePlan(s, rows) for s in range(timed.num_sequences)], (), timed.shape)
+        shape = timed.shape
+        if shape.decode:
+            shape = self._engine.limits.fit(shape.rows, shape.rows, shape.rows, True)
+        plan = StepPlan.of([SequencePlan(s, rows) for s in range(timed.num_sequences)], (), shape)
         times: list[float] = []
         for repeat in range(_REPEATS + 1):
             # Sequences that decode move on by a token a step; a chunk is computed once more.

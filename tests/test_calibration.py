@@ -45,14 +45,16 @@ def test_a_cut_has_every_kind_of_layer() -> None:
 
 
 @pytest.mark.slow
-def test_times_of_a_tiny_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("precision", ["float32", "int8"])
+def test_times_of_a_tiny_model(precision: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In int8, where there are kernels for it, the engine that is served has no shapes for decoding alone."""
     monkeypatch.setenv("JAXSERVE_HOME", str(tmp_path))
     stages: list[str] = []
     sizes = Sizes(num_slots=2, max_chunk=64, max_model_len=128)
     calibration = Calibration(TINY, sizes, on_progress=stages.append)
-    cost = calibration.cost(find_precision("float32"))
-    assert calibration.cost(find_precision("float32")) is cost
-    assert stages == ["measuring this machine's bandwidth and arithmetic", "measuring steps in float32"]
+    cost = calibration.cost(find_precision(precision))
+    assert calibration.cost(find_precision(precision)) is cost
+    assert stages == ["measuring this machine's bandwidth and arithmetic", f"measuring steps in {precision}"]
     assert calibration.chip.memory_bandwidth > 1e8
     assert calibration.chip.peak("float32") > 1e8
     assert (cost.kv_format, cost.page_size, cost.num_chips) == ("float32", 16, 1)

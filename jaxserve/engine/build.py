@@ -163,16 +163,22 @@ def configure(checkpoint: AnyCheckpoint, options: EngineOptions) -> EngineConfig
     """
     enable_compilation_cache(cache_home() / "compiled")
     compile_counter()
-    platform = jax.default_backend()
     options = _with_recipe(options, checkpoint)
-    dtype = resolve_dtype(options, platform)
-    model = checkpoint.config
-    max_model_len = _resolve_max_model_len(options, model)
+    return stored_as(resolve_here(checkpoint.config, options), checkpoint, options.quantize)
+
+
+def resolve_here(model: ModelConfig, options: EngineOptions) -> EngineConfig:
+    """Every size that an engine on this machine compiles against, and its numerics.
+
+    Raises ValueError, naming the value and the limit, for options that the model or the machine cannot meet.
+    """
+    platform = jax.default_backend()
+    dtype, max_model_len = resolve_dtype(options, platform), _resolve_max_model_len(options, model)
     config = resolve_config(model, options, platform, dtype, max_model_len)
     if options.deterministic is None and _is_invariant_for_nothing(config):
-        options = replace(options, deterministic=True)
-        config = resolve_config(model, options, platform, dtype, max_model_len)
-    return stored_as(config, checkpoint, options.quantize)
+        wanted = replace(options, deterministic=True)
+        return resolve_config(model, wanted, platform, dtype, max_model_len)
+    return config
 
 
 def _is_invariant_for_nothing(config: EngineConfig) -> bool:
