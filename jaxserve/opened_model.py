@@ -141,7 +141,8 @@ class _Grammars:
         self._compiler: GrammarCompiler | None = None
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
-        """A grammar, compiled now or before. Raises ValueError, naming what is wrong with it or missing."""
+        """A grammar, compiled now or before. Raises ValueError, naming what is wrong with it or missing;
+        CheckLostError as `GrammarCompiler.compile`."""
         with self._lock:
             if self._compiler is None:
                 limits = self._limits

@@ -77,6 +77,7 @@ def _answer(args: argparse.Namespace, files: BatchFiles) -> BatchReport:
         with interrupts_deferred():  # Broken off in the middle, the import of jaxlib crashes.
             from jaxserve.offline import OfflineLoop
             from server.batch import BatchRun
+            from server.core import ServiceError
         preparer, loop, fingerprint = _load(args, files)
     shown, done = shows_status(args), files.ledger.num_answered
     try:
@@ -91,8 +92,14 @@ def _answer(args: argparse.Namespace, files: BatchFiles) -> BatchReport:
                 on_progress=bar,
             ).run()
     except KeyboardInterrupt:
-        say(f"{files.ledger.num_answered} of {files.num_lines} lines have answers; the same command goes on")
+        say(_how_to_go_on(files))
         raise
+    except ServiceError as error:
+        raise ValueError(f"{error.message}; {_how_to_go_on(files)}") from error
+
+
+def _how_to_go_on(files: BatchFiles) -> str:
+    return f"{files.ledger.num_answered} of {files.num_lines} lines have answers; the same command goes on"
 
 
 def _load(args: argparse.Namespace, files: BatchFiles) -> tuple[Preparer, HostLoop, str]:

@@ -16,7 +16,7 @@ from server.batch.lines import InputLine
 from server.batch.records import Json, answered, refused, unusable
 from server.batch.requests import LineRequest, PreparedRequest, Preparer, read_line
 from server.batch.sweep import Sweep
-from server.core import ServiceError
+from server.core import ServiceError, Status
 from server.http.answers import new_name
 from server.http.errors import ApiError, from_service
 
@@ -106,7 +106,11 @@ class BatchRun:
         self._num_prompt_tokens = self._num_cached_tokens = self._num_tokens = 0
 
     def run(self) -> BatchReport:
-        """Answer every line that has no answer. Raises OSError where one cannot be written."""
+        """Answer every line that has no answer.
+
+        Raises OSError where one cannot be written, ServiceError, UNAVAILABLE, where it cannot be found out
+        now what a line would get; what has been answered is kept.
+        """
         started = time.monotonic()
         try:
             while self._advance():
@@ -182,6 +186,8 @@ class BatchRun:
         except ApiError as error:
             self._refuse(asked, error)
         except ServiceError as error:
+            if error.status is Status.UNAVAILABLE:  # An answer is for good, and this one is for now.
+                raise
             self._refuse(asked, from_service(error))
 
     def _refuse(self, asked: LineRequest, error: ApiError) -> None:

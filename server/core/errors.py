@@ -19,7 +19,8 @@ class Status(Enum):
     CANCELLED = "cancelled"
     """By the client."""
     UNAVAILABLE = "unavailable"
-    """The server is going away; another one may answer."""
+    """The server is going away, or what it needs for this request is gone for now; another one may answer,
+    or this one after `retry_after`."""
     UNIMPLEMENTED = "unimplemented"
     """The server does not have what the request asks for."""
     INTERNAL = "internal"

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from jaxserve.gates import GrammarSource
 from jaxserve.plan import Grammar
+from jaxserve.structured import CheckLostError
 from server.core.errors import ServiceError, Status
 
 MAX_CHECKS = 64
@@ -26,7 +27,8 @@ class GrammarChecks:
 
     async def check(self, grammar: Grammar | None) -> None:
         """Raise ServiceError: INVALID_ARGUMENT for a grammar that is malformed or takes too much to follow,
-        RESOURCE_EXHAUSTED where too many wait, UNIMPLEMENTED where the engine follows none."""
+        RESOURCE_EXHAUSTED where too many wait, UNAVAILABLE where what checks them is gone for now,
+        UNIMPLEMENTED where the engine follows none."""
         if grammar is None or self._source is None:
             follow(self._source, grammar)
             return
@@ -46,8 +48,8 @@ class GrammarChecks:
 def follow(source: GrammarSource | None, grammar: Grammar | None) -> None:
     """Compile a grammar, which takes a while the first time.
 
-    Raises ServiceError: INVALID_ARGUMENT for one that is malformed or takes too much to follow,
-    UNIMPLEMENTED where there is nothing to follow it.
+    Raises ServiceError: INVALID_ARGUMENT for one that is malformed or takes too much to follow, UNAVAILABLE
+    for one that could not be checked now, UNIMPLEMENTED where there is nothing to follow it.
     """
     if grammar is None:
         return
@@ -59,3 +61,5 @@ def follow(source: GrammarSource | None, grammar: Grammar | None) -> None:
         source.compile(grammar)
     except ValueError as error:
         raise ServiceError(Status.INVALID_ARGUMENT, f"grammar {error}") from error
+    except CheckLostError as error:
+        raise ServiceError(Status.UNAVAILABLE, f"grammar {grammar.kind}: {error}", _RETRY_SECONDS) from error

@@ -188,6 +188,22 @@ def test_what_was_answered_before_the_device_failed_is_kept(tmp_path: Path) -> N
     assert by_name(answers).keys() == {line["custom_id"] for line in lines}
 
 
+def test_a_line_that_cannot_be_looked_at_now_is_left_for_the_next_run(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("llguidance", reason="needs the server extra")
+    lines = [completion("bad", temperature=-1), completion("form", guided_regex="[ab]{3}", ignore_eos=False)]
+    with monkeypatch.context() as broken:
+        broken.setattr(sys, "executable", "/nonesuch")  # No process to check a grammar in can be started.
+        assert run(lines) == 2
+    error = capsys.readouterr().err
+    assert "grammar regex: no process to check it in" in error
+    assert error.endswith("1 of 2 lines have answers; the same command goes on\n")
+    assert by_name(tmp_path / "out.jsonl").keys() == {"bad"}
+    assert run(lines) == 3
+    assert by_name(tmp_path / "out.jsonl")["form"]["response"]["status_code"] == 200
+
+
 @contextmanager
 def running(batch: Path, answers: Path, *num_steps: int) -> Iterator[subprocess.Popen[str]]:
     """`tests.server.batch.fake_batch` on these files, which cannot end soon after `num_steps` steps."""
