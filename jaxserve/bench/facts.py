@@ -76,7 +76,8 @@ async def num_open(client: httpx.AsyncClient) -> int | None:
 
 
 async def _metrics(client: httpx.AsyncClient) -> dict[str, list[tuple[dict[str, str], float]]]:
-    """Samples by name, of a server that has Prometheus' page of them."""
+    """Samples by name, of a server that has Prometheus' page of them. Raises DoorError if it has gone, or
+    the page is another."""
     try:
         answer = await client.get("/metrics")
     except httpx.HTTPError as error:
@@ -85,5 +86,8 @@ async def _metrics(client: httpx.AsyncClient) -> dict[str, list[tuple[dict[str, 
     if answer.status_code == httpx.codes.OK:
         for match in _SAMPLE.finditer(answer.text):
             labels = dict(_LABEL.findall(match["labels"] or ""))
-            found.setdefault(match["name"], []).append((labels, float(match["value"])))
+            try:
+                found.setdefault(match["name"], []).append((labels, float(match["value"])))
+            except ValueError as error:
+                raise DoorError(f"{client.base_url}/metrics: {match[0]!r} is no sample") from error
     return found

@@ -63,7 +63,7 @@ def _result_parts(result: Result, ttft: float, tpot: float) -> Iterator[str]:
     yield _table(("", "check", "found"), rows, words=(1, 2))
     yield f"<h2>Figures at {ttft:g} s to the first token and {tpot:g} s for each further one</h2>"
     yield _cells_table(result, ttft, tpot)
-    yield _list(f"left out, for want of time: {label}" for label in result.left_out)
+    yield _list(f"left out: {label}" for label in result.left_out)
     if picture := draw_matrix(result, ttft, tpot):
         yield "<h2>The matrix</h2><p>Uncached tokens + reusable prefix → output. Bars: the range over the "
         yield "repeats. Dotted: the limit, where it is near.</p>"

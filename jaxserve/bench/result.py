@@ -138,7 +138,7 @@ class Result:
     seconds: float
     cells: Sequence[CellResult]
     left_out: Sequence[str] = ()
-    """Repeats of cells that there was no time for."""
+    """Repeats of cells that were not measured, and why."""
     checks: Sequence[Check] = field(default_factory=tuple[Check, ...])
 
     @property

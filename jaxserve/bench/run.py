@@ -123,7 +123,7 @@ async def _warm_up(target: Target, config: BenchConfig) -> None:
 async def _run_all(
     target: Target, config: BenchConfig, cells: Sequence[Cell], progress: Progress
 ) -> tuple[dict[str, list[CellRun]], list[str]]:
-    """Every repeat of every cell by name, and those that there was no time for."""
+    """Every repeat of every cell by name, and those that were left out, with the reason."""
     runs: dict[str, list[CellRun]] = {cell.name: [] for cell in cells}
     left_out: list[str] = []
     limit = time.perf_counter() + config.max_seconds
@@ -134,7 +134,9 @@ async def _run_all(
             async with asyncio.timeout(max(0.0, limit - time.perf_counter())):
                 runs[cell.name].append(await _run_cell(target, config, cell, repeat))
         except TimeoutError:
-            left_out.append(label)
+            left_out.append(f"{label}: there was no time for it")
+        except DoorError as error:  # What has been measured is worth as much as before.
+            left_out.append(f"{label}: {error}")
     if left_out:  # What was broken off may still have slots and places in the queue.
         await _seconds_until_idle(target.client)
     return runs, left_out
@@ -165,7 +167,7 @@ async def _check(
     """What can be said of a matrix's answers; a scenario's may be refused by right."""
     checks = [check_idle(results)]
     if config.matrix is not None:
-        checks += [check_answered(results), check_cold(results)]
+        checks += [check_answered(results, config.repeats), check_cold(results)]
     if config.matrix is not None and config.quality.alone:
         checks.append(await check_alone(target, config, cells, results))
     return tuple(checks)

@@ -132,7 +132,7 @@ def _lines(result: Result, ttft: float, tpot: float) -> Iterator[str]:
         one = CellSummary.of(cell, ttft, tpot)
         yield _COLUMNS.format(cell.name, *one.texts())
         yield from (f"    {line}" for line in remarks(cell))
-    yield from (f"left out, for want of time: {label}" for label in result.left_out)
+    yield from (f"left out: {label}" for label in result.left_out)
     yield from (f"{'passed' if one.passed else 'FAILED'} {one.name}: {one.detail}" for one in result.checks)
 
 

@@ -168,7 +168,7 @@ def test_what_there_is_no_time_for_is_left_out_and_said() -> None:
     with http_server() as server:
         slow = {"kind": "burst", "size": 1, "bursts": 2, "every": 5.0} | SMALL
         result = bench(server, {"max_seconds": 1.0, "repeats": 2, "scenario": {"slow": slow}})
-    assert result.left_out == ["slow, repeat 1 of 2", "slow, repeat 2 of 2"]
+    assert result.left_out == [f"slow, repeat {repeat} of 2: there was no time for it" for repeat in (1, 2)]
     assert result.cells[0].runs == []
 
 
