@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -12,6 +13,8 @@ import httpx
 from jaxserve.bench.traffic import Answerer, DoorError, Piece, Usage
 
 COMPLETIONS = "/v1/completions"
+PAGE_SECONDS = 10.0
+"""In which a server must say what models it has, or how it fares."""
 _SHOWN = 200
 """Characters of an event that is not understood."""
 _ROUTE_HEADERS = ("x-jaxserve-route", "x-jaxserve-route-reason")
@@ -20,7 +23,7 @@ _Value = TypeVar("_Value")
 
 @asynccontextmanager
 async def open_client(url: str, token: str | None = None) -> AsyncIterator[httpx.AsyncClient]:
-    """A client without limits of its own: neither of connections nor of time.
+    """A client without limits of its own: neither of connections nor of time, which an answer may take.
 
     `token`: that requests bring which have none of their own.
     """
@@ -87,12 +90,23 @@ def _checked(value: object, kind: type[_Value]) -> _Value:
     return value
 
 
+async def get_page(client: httpx.AsyncClient, path: str) -> httpx.Response:
+    """What the server has there. Raises DoorError if nothing comes within PAGE_SECONDS."""
+    try:
+        async with asyncio.timeout(PAGE_SECONDS):
+            return await client.get(path)
+    except httpx.HTTPError as error:
+        raise DoorError(f"{type(error).__name__}: {error}") from error
+    except TimeoutError as error:
+        raise DoorError(f"no answer from {path} within {PAGE_SECONDS:g} s") from error
+
+
 async def list_models(client: httpx.AsyncClient) -> list[dict[str, Any]]:
     """What the server says of its models, of which there is one at least. Raises DoorError otherwise."""
     silent = f"{client.base_url} does not say which models it has"
     try:
-        answer = await client.get("/v1/models")
-    except httpx.HTTPError as error:
+        answer = await get_page(client, "/v1/models")
+    except DoorError as error:
         raise DoorError(f"{silent}: {error}") from error
     if answer.status_code != httpx.codes.OK:
         raise DoorError(f"{silent}: {answer.status_code} {answer.reason_phrase}")

@@ -10,10 +10,12 @@ import pytest
 
 pytest.importorskip("httpx", reason="needs the bench extra")
 
+from jaxserve.bench import http_stream
 from jaxserve.bench.config import BenchConfig
 from jaxserve.bench.result import Result
 from jaxserve.bench.run import Address, run_benchmark
 from jaxserve.bench.summary import table
+from jaxserve.bench.traffic import DoorError
 from tests.bench.other_server import Json, OtherServer, good_events, other_server
 from tests.bench.running import SMALL
 
@@ -81,3 +83,18 @@ def test_metrics_that_are_none_tell_nothing(server: OtherServer) -> None:
     (run,) = result.cells[0].runs
     assert run.idle_seconds is None
     assert all(request.answered for request in run.requests)
+
+
+def test_a_server_that_hangs_is_not_waited_for(server: OtherServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_stream, "PAGE_SECONDS", 0.5)
+    calm = {"scenario": {"calm": {"kind": "burst", "size": 1, "bursts": 1} | SMALL}}
+    server.pages["/metrics"] = server.hang
+    with pytest.raises(DoorError, match=r"has gone: no answer from /metrics within 0\.5 s"):
+        bench(server, calm)
+    pages = iter([""])  # It hangs when everything has been answered.
+    server.pages["/metrics"] = lambda: "" if next(pages, None) == "" else server.hang()
+    result = bench(server, calm)
+    assert [run.idle_seconds for run in result.cells[0].runs] == [None]
+    server.pages["/v1/models"] = server.hang
+    with pytest.raises(DoorError, match=r"no answer from /v1/models within 0\.5 s"):
+        bench(server, calm)
