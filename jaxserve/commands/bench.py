@@ -19,6 +19,7 @@ from jaxserve.commands.command import add_verbose_argument, say, shows_status
 if TYPE_CHECKING:
     from jaxserve.bench.cells import Cell
     from jaxserve.bench.config import BenchConfig
+    from jaxserve.bench.quality import Evaluation
     from jaxserve.bench.result import Check, Result
     from jaxserve.bench.run import Address
 
@@ -114,8 +115,9 @@ def _run(args: argparse.Namespace) -> int:
         return 0
     _check_target(args)
     reference = _read_reference(args.reference, config)
+    evaluation = _read_evaluation(args.evaluation)
     result = _measure(args, config)
-    checks = _further_checks(args, config, result, reference)
+    checks = _further_checks(config, result, reference, evaluation)
     result = dataclasses.replace(result, checks=(*result.checks, *checks))
     if args.json is not None:
         args.json.write_text(result.to_json(), encoding="utf-8")
@@ -207,6 +209,13 @@ def _read_reference(path: Path | None, config: BenchConfig) -> Result | None:
     return reference
 
 
+def _read_evaluation(path: Path | None) -> Evaluation | None:
+    """Raises ValueError for a file that is no report."""
+    from jaxserve.bench.quality import Evaluation
+
+    return None if path is None else Evaluation.read(path)
+
+
 def _measure(args: argparse.Namespace, config: BenchConfig) -> Result:
     """Raises ValueError, with the server's words, if it cannot be started or asked."""
     from tqdm import tqdm
@@ -265,13 +274,13 @@ def _write_tokens(path: Path, tokens: Mapping[str, str]) -> Path:
 
 
 def _further_checks(
-    args: argparse.Namespace, config: BenchConfig, result: Result, reference: Result | None
+    config: BenchConfig, result: Result, reference: Result | None, evaluation: Evaluation | None
 ) -> list[Check]:
     from jaxserve.bench.quality import check_evaluation, check_reference
 
     checks: list[Check] = []
     if reference is not None:
         checks.append(check_reference(result.cells, reference, config.quality))
-    if args.evaluation is not None:
-        checks.append(check_evaluation(args.evaluation, result.served))
+    if evaluation is not None:
+        checks.append(check_evaluation(evaluation, result.served))
     return checks

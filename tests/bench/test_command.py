@@ -148,6 +148,28 @@ def test_a_reference_of_other_requests_is_refused(
     assert Result.read(path).config_digest == CONFIG.digest
 
 
+def test_an_evaluation_is_read_before_the_work(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "report.json"
+    path.write_text("{}")
+    nobody = ["bench", "run", str(config), "--url", "http://127.0.0.1:1"]
+    assert main([*nobody, "--evaluation", str(path)]) == 2
+    assert "report.json: not a report of `jaxserve evaluate --json`" in capsys.readouterr().err
+    assert main([*nobody, "--evaluation", str(tmp_path / "nonesuch.json")]) == 2
+    assert "nonesuch.json: no such file" in capsys.readouterr().err
+
+
+def test_an_evaluation_is_a_check_of_the_result(
+    server: HttpServer, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "report.json"
+    report = {"model": {"precision": "int4", "kv_format": "int8"}, "passed": True, "verdicts": [{}]}
+    path.write_text(json.dumps(report))
+    assert main(["bench", "run", str(config), "--url", server.url, "--evaluation", str(path)]) == 1
+    assert "check not passed: evaluation: report.json is about int4, KV int8" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_a_server_of_its_own_serves_tenants_and_survives_its_checkers(
     shared_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
