@@ -118,6 +118,21 @@ def test_a_bad_body_is_one_rows_error(tmp_path: Path, body: str | None, complain
     assert by_name(tmp_path / "out.jsonl")["a"]["error"]["message"] == f"line 1: {complaint}"
 
 
+@pytest.mark.parametrize("body", [r'{"prompt": "\ud800"}', r'{"prompt": "\\\ud800"}', r'{"\udfff": 1}'])
+def test_half_a_surrogate_pair_is_one_rows_error_as_it_is_a_lines(tmp_path: Path, body: str) -> None:
+    good = completion("good")
+    line = json.dumps(good | {"custom_id": "half", "body": {}}).replace("{}", body)
+    run_over(write_lines(tmp_path / "in.jsonl", [line, good]), tmp_path / "lines.jsonl")
+    columns = {name: [good[name]] * 2 for name in ("method", "url")}
+    table = pa.table({"custom_id": ["half", "good"], **columns, "body": [body, json.dumps(good["body"])]})
+    pq.write_table(table, tmp_path / "in.parquet")
+    run_over(tmp_path / "in.parquet", tmp_path / "rows.jsonl")
+    lines, rows = (by_name(tmp_path / name) for name in ("lines.jsonl", "rows.jsonl"))
+    assert rows[None]["error"] == lines[None]["error"]
+    assert "unpaired surrogate" in rows[None]["error"]["message"]
+    assert rows["good"]["response"]["status_code"] == 200
+
+
 def test_a_name_of_another_type_is_one_rows_error(tmp_path: Path) -> None:
     table = pa.table(
         {"custom_id": [b"a"], "method": ["POST"], "url": ["/v1/completions"], "body": ['{"prompt": "x"}']}
