@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ pa = pytest.importorskip("pyarrow", reason="needs the parquet extra")
 pq = pytest.importorskip("pyarrow.parquet", reason="needs the parquet extra")
 
 from jaxserve.cli import main  # noqa: E402
-from server.batch import BatchFiles  # noqa: E402
+from server.batch import BatchFiles, parquet  # noqa: E402
 from tests.fake_engine import FakeEngine  # noqa: E402
 from tests.fake_model import FakeModel, fake_limits  # noqa: E402
 from tests.server.batch.conftest import (  # noqa: E402
@@ -24,6 +25,7 @@ from tests.server.batch.conftest import (  # noqa: E402
     comparable,
     completion,
     read_lines,
+    removing_before_the_lock,
     run_over,
     write_lines,
 )
@@ -168,6 +170,39 @@ def test_a_finished_file_is_taken_up_when_rows_are_added(tmp_path: Path) -> None
     after = records_of(answers)
     assert after.pop("late")["response"]["status_code"] == 200
     assert after == first
+
+
+def test_what_another_run_has_restored_is_not_written_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch, answers = write_rows(tmp_path / "in.parquet", LINES[:1]), tmp_path / "out.parquet"
+    run_over(batch, answers)
+    journal = tmp_path / "out.parquet.partial.jsonl"
+    read_answers, theirs = parquet.read_answers, []
+
+    def meanwhile(path: Path) -> Iterator[Json]:
+        write_lines(journal, records := list(read_answers(path)))
+        theirs.append(journal.stat().st_ino)
+        yield from records
+
+    monkeypatch.setattr(parquet, "read_answers", meanwhile)
+    with BatchFiles(batch, answers) as files:
+        assert files.num_left == 0
+        assert theirs == [journal.stat().st_ino]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.parquet", "out.parquet", journal.name]
+
+
+def test_a_run_that_another_has_just_finished_is_not_begun_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch, answers = write_rows(tmp_path / "in.parquet", LINES[:1]), tmp_path / "out.parquet"
+    run_over(batch, answers)
+    before = answers.read_bytes()
+    removing_before_the_lock(tmp_path / "out.parquet.partial.jsonl", monkeypatch)
+    with pytest.raises(ValueError, match=r"out\.parquet has just been written by another process"):
+        BatchFiles(batch, answers)
+    assert answers.read_bytes() == before
+    assert not (tmp_path / "out.parquet.partial.jsonl").exists()
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from tests.server.batch.conftest import (
     comparable,
     completion,
     read_lines,
+    removing_before_the_lock,
     run_over,
     write_lines,
 )
@@ -174,6 +175,32 @@ def test_two_runs_cannot_write_the_same_answers(tmp_path: Path) -> None:
         BatchFiles(batch, tmp_path / "out.jsonl")
     assert not (tmp_path / "out.jsonl").exists(), "no answer, no file"
     run_over(batch, tmp_path / "out.jsonl")
+
+
+def test_an_empty_file_is_removed_before_another_run_can_take_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch, answers = write_lines(tmp_path / "in.jsonl", [completion("a")]), tmp_path / "out.jsonl"
+    files = BatchFiles(batch, answers)
+    unlink = Path.unlink
+
+    def meanwhile(path: Path) -> None:
+        with pytest.raises(ValueError, match="is being written by another process"):
+            BatchFiles(batch, path)
+        unlink(path)
+
+    monkeypatch.setattr(Path, "unlink", meanwhile)
+    files.close()
+    assert not answers.exists()
+
+
+def test_a_file_that_is_removed_before_it_is_locked_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch, answers = write_lines(tmp_path / "in.jsonl", [completion("a")]), tmp_path / "out.jsonl"
+    removing_before_the_lock(answers, monkeypatch)
+    run_over(batch, answers)
+    assert by_name(answers).keys() == {"a"}
 
 
 def test_what_was_answered_before_the_device_failed_is_kept(tmp_path: Path) -> None:
