@@ -84,7 +84,8 @@ class RunManifest:
         return RunManifest({**self.entries, name: _plain(part)})
 
     def write(self, path: Path) -> None:
-        """As indented JSON, complete or not at all."""
+        """As indented JSON, complete or not at all. Raises ValueError as `check_place` does."""
+        check_place(path)
         content = {_MARK: FORMAT, "hash": self.digest, **self.entries}
         partial = path.with_name(f"{path.name}.partial")
         partial.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
@@ -111,6 +112,14 @@ class RunManifest:
 def is_manifest(content: object) -> bool:
     """Whether a parsed JSON file says that it is one."""
     return isinstance(content, dict) and _MARK in content
+
+
+def check_place(path: Path) -> None:
+    """Raise ValueError where no manifest can be written: without a folder, and over a file that is none."""
+    if not path.parent.is_dir():
+        raise ValueError(f"{path}: there is no folder {path.parent}")
+    if path.exists() and not _is_manifest_file(path):
+        raise ValueError(f"{path} is no manifest, and is not written over: name another file")
 
 
 def read_policy_or_manifest(path: Path) -> tuple[SchedulerPolicy, RunManifest | None]:
@@ -255,3 +264,10 @@ def _json_of(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+
+
+def _is_manifest_file(path: Path) -> bool:
+    try:
+        return is_manifest(_json_of(path))
+    except ValueError:
+        return False

@@ -29,7 +29,8 @@ when the last one has come. The same command takes up a run that was broken off.
 answered gets a record that says why, the rest go on, and the exit status is 3. Requests without a seed get
 one from --seed and their line, so that running a batch again gives the same answers."""
 _MANIFEST_HELP = """where all is written down that can change an answer or its speed, and that a run is held
-to which takes this one up; answers have its hash as system_fingerprint (default: OUT.manifest.json)"""
+to which takes this one up; answers have its hash as system_fingerprint (default: OUT.manifest.json). A later
+run that differs in speed alone writes one of its own beside it, with the hash in its name"""
 
 
 class Batch:
