@@ -21,8 +21,8 @@ from jaxserve.text import Tokenizer, tokenizer_fingerprint
 from jaxserve.version import __version__
 
 if TYPE_CHECKING:
+    from jaxserve.config import EngineConfig
     from jaxserve.engine.build import EngineOptions
-    from jaxserve.engine.engine import DeviceEngine
 
 Entries = Mapping[str, Any]
 """JSON values by name, tables within tables."""
@@ -31,6 +31,8 @@ FORMAT = 1
 """Of the file; another number cannot be read."""
 ANSWER_PARTS = ("model", "tokenizer", "precision", "sampling")
 """What decides which answers are right. By the answer contract the others change them by rounding at most."""
+KERNELS_PART = "kernels"
+"""The one that is known only when an engine has been compiled."""
 BATCH_PART = "batch"
 """What `jaxserve batch` adds of its own."""
 _MARK = "jaxserve_manifest"
@@ -139,9 +141,10 @@ def read_policy_or_manifest(path: Path) -> tuple[SchedulerPolicy, RunManifest | 
 def manifest_of(
     fingerprint: str,
     tokenizer: Tokenizer,
-    engine: DeviceEngine,
+    config: EngineConfig,
     options: EngineOptions,
     *,
+    kernels: Mapping[str, str] | None = None,
     policy: SchedulerPolicy,
     prefix_caching: bool,
     sampling_defaults: Entries,
@@ -151,13 +154,13 @@ def manifest_of(
     Args:
         fingerprint: of the weights and the model's config.
         tokenizer: the model's.
-        engine: built with these options.
+        config: of the engine, from these options.
         options: what was chosen for it.
+        kernels: of the engine; None, before it has been built, leaves their part out.
         policy: of the host loop.
         prefix_caching: likewise.
         sampling_defaults: what holds where a request leaves a parameter out.
     """
-    config = engine.config
     own = {"model", "cache", "recipe", "compute_format", "stored_formats"}
     compiled = {
         field.name: getattr(config, field.name)
@@ -169,7 +172,7 @@ def manifest_of(
         "tokenizer": {"fingerprint": tokenizer_fingerprint(tokenizer)},
         "precision": {"label": precision_of(config), "kv_format": config.cache.kv_format},
         "engine": compiled | {"page_size": config.cache.page_size, "num_pages": config.cache.num_pages},
-        "kernels": engine.kernels,
+        **({} if kernels is None else {KERNELS_PART: kernels}),
         "scheduler": {
             "policy": policy,
             "prefix_caching": prefix_caching,

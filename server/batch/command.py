@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxserve.commands.command import add_verbose_argument, loading, say, shows_status
 from jaxserve.commands.options import add_engine_arguments, read_engine_settings
@@ -13,7 +14,11 @@ from server.command import add_answer_arguments
 from server.route_arguments import model_name
 
 if TYPE_CHECKING:
+    from jaxserve.config import EngineConfig
+    from jaxserve.engine.build import EngineOptions
     from jaxserve.loop import HostLoop
+    from jaxserve.opened_model import OpenedModel
+    from jaxserve.run_manifest import RunManifest
     from server.batch import BatchFiles, BatchReport, Preparer
 
 SOME_FAILED = 3
@@ -109,33 +114,59 @@ def _load(args: argparse.Namespace, files: BatchFiles) -> tuple[Preparer, HostLo
 
     from jaxserve.engine.build import engine_options
     from jaxserve.opened_model import loop_of, open_model
-    from jaxserve.run_manifest import BATCH_PART
-    from server.batch import Preparer, keep_manifest
+    from server.batch import KeptManifest, Preparer
     from server.core.intake import Intake
     from server.http.tool_speech import ToolSpeech
 
+    path = args.manifest or args.answers.with_name(f"{args.answers.name}.manifest.json")
+    kept = KeptManifest(path, first=not files.ledger.num_answered)
     slots = args.num_slots or (CPU_SLOTS if jax.default_backend() == "cpu" else DEVICE_SLOTS)
     options = engine_options(read_engine_settings(args, num_slots=slots))
     model = open_model(args.model, progress=shows_status(args))
+    kept.check(_manifest(args, model, options, model.configure(options)))  # before the weights are read
     engine = model.build_engine(options, progress=shows_status(args))
+    manifest = _manifest(args, model, options, engine.config, engine.kernels)
+    kept.keep(manifest)
     loop = loop_of(model, engine, options, prefix_caching=args.prefix_cache)
-    defaults = model.sampling_defaults if args.generation_config == "auto" else {}
-    name = args.name or model_name(args.model)
-    manifest = model.manifest(engine, options, prefix_caching=args.prefix_cache, sampling_defaults=defaults)
-    manifest = manifest.extended(
-        BATCH_PART, {"name": name, "seed": args.seed, "tool_parser": args.tool_parser}
-    )
-    path = args.manifest or args.answers.with_name(f"{args.answers.name}.manifest.json")
-    keep_manifest(manifest, path, first=not files.ledger.num_answered)
     preparer = Preparer(
-        name,
+        _name(args),
         model.tokenizer,
         loop,
-        Intake(model.tokenizer, loop.limits, defaults),
+        Intake(model.tokenizer, loop.limits, _sampling_defaults(args, model)),
         ToolSpeech(args.tool_parser),
         seed=args.seed,
     )
     return preparer, loop, manifest.digest
+
+
+def _manifest(
+    args: argparse.Namespace,
+    model: OpenedModel,
+    options: EngineOptions,
+    config: EngineConfig,
+    kernels: Mapping[str, str] | None = None,
+) -> RunManifest:
+    """All that can change an answer or its speed; the kernels as far as they are known."""
+    from jaxserve.run_manifest import BATCH_PART
+
+    manifest = model.manifest(
+        config,
+        options,
+        kernels=kernels,
+        prefix_caching=args.prefix_cache,
+        sampling_defaults=_sampling_defaults(args, model),
+    )
+    own = {"name": _name(args), "seed": args.seed, "tool_parser": args.tool_parser}
+    return manifest.extended(BATCH_PART, own)
+
+
+def _name(args: argparse.Namespace) -> str:
+    """What requests call the model."""
+    return args.name or model_name(args.model)
+
+
+def _sampling_defaults(args: argparse.Namespace, model: OpenedModel) -> Mapping[str, Any]:
+    return model.sampling_defaults if args.generation_config == "auto" else {}
 
 
 def _summary(args: argparse.Namespace, files: BatchFiles, report: BatchReport | None) -> str:

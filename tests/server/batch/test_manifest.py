@@ -40,7 +40,9 @@ def test_a_run_with_other_answers_is_refused(
     assert run([completion("a")]) == 0
     before = (tmp_path / "out.jsonl").read_bytes()
     capsys.readouterr()
+    fake.options = None
     assert run([completion("a"), completion("b")], *arguments) == 2
+    assert fake.options is None, "no weights are read for that"
     error = capsys.readouterr().err
     assert complaint in error
     assert error.count("\n") == 1
@@ -89,6 +91,14 @@ def test_the_manifest_may_lie_elsewhere(run: Run, tmp_path: Path) -> None:
     assert run([completion("a")], "--manifest", str(tmp_path / "m.json")) == 0
     assert RunManifest.read(tmp_path / "m.json").entries["engine"]["num_slots"] == 32
     assert not (tmp_path / "out.jsonl.manifest.json").exists()
+
+
+def test_a_manifest_without_a_folder_is_refused_before_the_model_is_read(
+    run: Run, fake: FakeModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([completion("a")], "--manifest", str(tmp_path / "nonesuch" / "m.json")) == 2
+    assert f"m.json: there is no folder {tmp_path / 'nonesuch'}" in capsys.readouterr().err
+    assert fake.options is None
 
 
 def test_a_bad_number_of_lines_is_refused(
