@@ -82,6 +82,7 @@ def _answer(args: argparse.Namespace, files: BatchFiles) -> BatchReport:
     with loading(args):
         with interrupts_deferred():  # Broken off in the middle, the import of jaxlib crashes.
             from jaxserve.offline import OfflineLoop
+            from jaxserve.structured import CheckLostError
             from server.batch import BatchRun
             from server.core import ServiceError
         preparer, loop, fingerprint = _load(args, files)
@@ -100,8 +101,8 @@ def _answer(args: argparse.Namespace, files: BatchFiles) -> BatchReport:
     except KeyboardInterrupt:
         say(_how_to_go_on(files))
         raise
-    except ServiceError as error:
-        raise ValueError(f"{error.message}; {_how_to_go_on(files)}") from error
+    except (ServiceError, CheckLostError) as error:
+        raise ValueError(f"{error}; {_how_to_go_on(files)}") from error
 
 
 def _how_to_go_on(files: BatchFiles) -> str:

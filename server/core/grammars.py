@@ -9,11 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 from jaxserve.gates import GrammarSource
 from jaxserve.plan import Grammar
 from jaxserve.structured import CheckLostError
-from server.core.errors import ServiceError, Status
+from server.core.errors import RETRY_SECONDS, ServiceError, Status
 
 MAX_CHECKS = 64
 """At once. The compiler tries out fewer, but each that waits for it has a thread: known ones pass them by."""
-_RETRY_SECONDS = 1.0
 
 
 class GrammarChecks:
@@ -36,7 +35,7 @@ class GrammarChecks:
             raise ServiceError(
                 Status.RESOURCE_EXHAUSTED,
                 f"{MAX_CHECKS} grammars wait to be compiled already, which is the limit",
-                _RETRY_SECONDS,
+                RETRY_SECONDS,
                 reason="grammars",
             )
         work = self._threads.submit(follow, self._source, grammar)
@@ -62,4 +61,4 @@ def follow(source: GrammarSource | None, grammar: Grammar | None) -> None:
     except ValueError as error:
         raise ServiceError(Status.INVALID_ARGUMENT, f"grammar {error}") from error
     except CheckLostError as error:
-        raise ServiceError(Status.UNAVAILABLE, f"grammar {grammar.kind}: {error}", _RETRY_SECONDS) from error
+        raise ServiceError(Status.UNAVAILABLE, f"grammar {grammar.kind}: {error}", RETRY_SECONDS) from error

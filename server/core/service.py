@@ -17,8 +17,9 @@ from jaxserve.loop import LoopStoppedError
 from jaxserve.outputs import RequestOutput
 from jaxserve.plan import EngineLimits
 from jaxserve.scheduling import CacheScope, KvSnapshot, OverloadError, ServiceTerms
+from jaxserve.structured import CheckLostError
 from jaxserve.text import Message, Tokenizer
-from server.core.errors import ServiceError, Status, deadline_passed, engine_failed
+from server.core.errors import ServiceError, Status, deadline_passed, engine_failed, from_engine
 from server.core.generation import Generation
 from server.core.grammars import GrammarChecks
 from server.core.identity import ModelIdentity
@@ -237,12 +238,10 @@ class Service:
         try:
             request = replace(request, params=self._intake.params(request, len(token_ids)))
             stream = self.engine.submit(token_ids, request.params, name, prompt=request.text, terms=terms)
-        except ValueError as error:
-            raise ServiceError(Status.INVALID_ARGUMENT, str(error)) from error
         except OverloadError as error:
             raise _overloaded(error, terms) from error
-        except LoopStoppedError as error:
-            raise engine_failed() from error
+        except (LoopStoppedError, CheckLostError, ValueError) as error:
+            raise from_engine(error) from error
         watch = self.statistics.watch(arrival, request.params.n)
         timers: list[asyncio.TimerHandle] = []
         reuses = self.engine.kv_events is not None
