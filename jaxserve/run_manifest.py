@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxserve.machine import Machine
 from jaxserve.quantization import precision_of
 from jaxserve.scheduling import SchedulerPolicy
 from jaxserve.scheduling.classes import PriorityClass, RetryBudget, TenantPolicy
@@ -191,16 +192,9 @@ def _machine() -> Entries:
     import jax
 
     device = jax.devices()[0]
-    host = {"processor": _processor(), "num_cores": os.cpu_count()} if device.platform == "cpu" else {}
+    here = Machine.here()
+    host = {"processor": here.processor, "num_cores": here.cores} if device.platform == "cpu" else {}
     return {"platform": device.platform, "device": device.device_kind, "mesh": [1], **host}
-
-
-def _processor() -> str:
-    """The vendor's name of this CPU, where the system tells it."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, "") or platform.processor() or platform.machine()
 
 
 def _versions() -> Entries:

@@ -12,8 +12,8 @@ from jaxserve.bench.asks import Ask, digest_of
 from jaxserve.bench.config import Limits
 from jaxserve.bench.facts import Served
 from jaxserve.bench.figures import DETAILS, summarise
-from jaxserve.bench.machine import Machine
 from jaxserve.bench.traffic import Outcome, Run
+from jaxserve.machine import Machine
 
 FORMAT = 1
 _DIGITS = 6
@@ -131,6 +131,7 @@ class Result:
     config_digest: str
     plan_digest: str
     machine: Machine
+    """Where the client ran, and with a server of its own that too."""
     load: float
     """How many programs wanted a core of it before the benchmark began, over a minute."""
     versions: Mapping[str, str]

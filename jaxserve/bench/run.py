@@ -17,10 +17,10 @@ from jaxserve.bench.config import BenchConfig
 from jaxserve.bench.facts import Served, client_versions, num_open, read_served
 from jaxserve.bench.http_stream import open_client
 from jaxserve.bench.load import Target, ask_once, run_work
-from jaxserve.bench.machine import Machine, machine_load
 from jaxserve.bench.quality import IDLE_SECONDS, check_alone, check_answered, check_cold, check_idle
 from jaxserve.bench.result import CellResult, CellRun, Check, Result
 from jaxserve.bench.traffic import DoorError
+from jaxserve.machine import Machine, machine_load
 
 _IDLE_POLL = 0.05
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from jaxserve.bench.compare import Verdict, compare, comparison_table
 from jaxserve.bench.config import Quality
-from jaxserve.bench.machine import Machine
 from jaxserve.bench.quality import Evaluation, check_evaluation, check_reference
 from jaxserve.bench.result import Check, Result
 from jaxserve.bench.summary import table
+from jaxserve.machine import Machine
 from tests.bench.results import CELLS, result
 
 STEADY = (1.0, 1.01, 0.99)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
-from jaxserve.opened_model import OpenedModel
+from jaxserve.engine.build import EngineOptions
+from jaxserve.machine import processor
+from jaxserve.opened_model import OpenedModel, open_model
 from jaxserve.run_manifest import RunManifest
 from server.core import Service
 from server.core.statistics import StatisticsOptions
@@ -48,6 +51,15 @@ def test_the_manifest_names_the_kernels_and_what_computes(frozen: Path) -> None:
     assert entries["machine"]["platform"] == "cpu"
     assert {"jaxserve", "jax", "jaxlib"} <= entries["versions"].keys()
     assert entries["engine"]["num_slots"] == 2
+
+
+def test_the_manifest_counts_the_cores_that_this_process_may_use(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3}, raising=False)
+    opened, options = open_model(str(model)), EngineOptions(**SETTINGS)  # type: ignore[arg-type]
+    machine = opened.manifest(opened.configure(options), options).entries["machine"]
+    assert (machine["processor"], machine["num_cores"]) == (processor(), 1)
 
 
 def test_the_same_server_starts_and_has_the_same_hash(model: Path, frozen: Path) -> None:
