@@ -143,10 +143,9 @@ class Service:
     async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. Raises ServiceError, INVALID_ARGUMENT, for one that is longer
         than any sequence could spell."""
-        self._intake.check_text(text)
         if len(text) < _LONG_TEXT:
-            return self.tokenizer.encode(text, add_special_tokens)
-        return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens)
+            return self._intake.encode(text, add_special_tokens)
+        return await asyncio.to_thread(self._intake.encode, text, add_special_tokens)
 
     async def tokenize_messages(
         self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None
@@ -289,10 +288,8 @@ class Service:
     async def _encode(self, request: GenerateRequest) -> Sequence[int]:
         if request.token_ids is not None:
             return request.token_ids
-        if request.messages is not None:
-            return await self.tokenize_messages(request.messages, request.template_variables)
-        assert request.text is not None, "the request has been checked"
-        return await self.tokenize(request.text, add_special_tokens=request.add_special_tokens)
+        text, add_special_tokens = self._intake.text(request)
+        return await self.tokenize(text, add_special_tokens=add_special_tokens)
 
     def _report(self, record: RequestRecord) -> None:
         self.statistics.count(record)
