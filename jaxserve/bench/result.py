@@ -112,6 +112,11 @@ class CellResult:
     settings: Mapping[str, Any]
     runs: Sequence[CellRun]
 
+    def kept(self, ttft: float, tpot: float) -> float:
+        """Of the requests whose clients waited for their ends, the share that kept both limits."""
+        kept = sum(one.keeps(ttft, tpot) for run in self.runs for one in run.requests)
+        return kept / max(1, sum(run.meant_to_end for run in self.runs))
+
 
 @dataclass(frozen=True)
 class Check:
