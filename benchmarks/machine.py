@@ -10,7 +10,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from jaxserve.bench.machine import processor
+from jaxserve.machine import processor
 
 
 def describe() -> str:

@@ -26,6 +26,7 @@ from jaxserve.scheduling import (
     SchedulerPolicy,
     ServiceTerms,
 )
+from jaxserve.structured import CheckLostError
 
 _Item = AnswerDelta | Exception
 _T = TypeVar("_T")
@@ -35,7 +36,8 @@ class AnswerStream:
     """The deltas of one request, in order: iterate with `async for`, in the event loop that submitted it.
 
     Ends after the delta whose `output` is the finished request. If the engine fails, raises
-    LoopStoppedError (INTERNAL, to a server's clients). Whoever stops listening aborts the request: by
+    LoopStoppedError (INTERNAL, to a server's clients); where a grammar that was checked before cannot be
+    compiled again, what `submit` would have. Whoever stops listening aborts the request: by
     `aclose`, by the end of an `async with`, by cancelling a task that waits here, or by dropping the stream.
     """
 
@@ -58,7 +60,7 @@ class AnswerStream:
             await self.aclose()
             raise
         if isinstance(item, Exception):
-            await self.aclose()
+            self._end()
             raise item
         if item.output is not None:
             self._end()
@@ -199,6 +201,7 @@ class Engine:
 
         Raises:
             ValueError: the request could never be served, or its id is in use.
+            CheckLostError: its grammar could not be checked now.
             OverloadError: it is refused for now.
             LoopStoppedError: the engine has failed or is closed.
         """
@@ -213,9 +216,7 @@ class Engine:
             ticket = self._loop.admit(prompt_token_ids, params, terms)
             self._subscribers[name] = subscriber
             self._commands.append(
-                lambda: self._loop.add(
-                    name, prompt_token_ids, params, prompt=prompt, terms=terms, ticket=ticket
-                )
+                lambda: self._begin(name, prompt_token_ids, params, prompt=prompt, terms=terms, ticket=ticket)
             )
             self._wake.notify()
         return AnswerStream(name, subscriber.queue, lambda: self.abort(name))
@@ -304,6 +305,20 @@ class Engine:
         for command in commands:
             command()
         return not (closing and self._loop.idle)
+
+    def _begin(self, name: str, *args: Any, **kwargs: Any) -> None:
+        """Add a request to the loop, as its `add` takes it.
+
+        It has been checked; but a grammar may have been forgotten since, and not be compiled again in bounds.
+        """
+        try:
+            self._loop.add(name, *args, **kwargs)
+        except (ValueError, CheckLostError) as error:
+            if self._loop.abort(name):  # It was taken in, so that this is no refusal.
+                raise
+            with self._wake:
+                subscriber = self._subscribers.pop(name)
+            self._post(subscriber.event_loop, [(subscriber.queue, error)])
 
     def _abort_command(self, request_id: str) -> Callable[[], object]:
         return lambda: self._loop.abort(request_id)

@@ -48,7 +48,11 @@ class GrammarSource(Protocol):
     """Makes matchers of grammars; `jaxserve.structured.GrammarCompiler` is one."""
 
     def compile(self, grammar: Grammar) -> MatcherFactory:
-        """A grammar, compiled now or before. Raises ValueError for one that cannot be followed."""
+        """A grammar, compiled now or before.
+
+        Raises ValueError for one that cannot be followed, `jaxserve.structured.CheckLostError` where that
+        could not be found out now.
+        """
         ...
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
 from jaxserve.async_engine import Engine
 from jaxserve.cache_identity import cache_identity
-from jaxserve.config import LogprobsMode
+from jaxserve.config import EngineConfig, LogprobsMode
 from jaxserve.host_pages import page_swap
 from jaxserve.interrupts import interrupts_kept
 from jaxserve.loop import HostLoop
@@ -78,15 +78,22 @@ class OpenedModel:
 
             return build_engine(self.checkpoint, options, on_progress=on_progress)
 
+    def configure(self, options: EngineOptions) -> EngineConfig:
+        """What an engine of these options compiles against: reads no weights. Raises as `build_engine`."""
+        from jaxserve.engine.build import configure
+
+        return configure(self.checkpoint, options)
+
     def cache_identity(self, engine: DeviceEngine) -> CacheIdentity:
         """What the pages of an engine that was built from it depend on, beside the tokens."""
         return cache_identity(self.checkpoint.fingerprint, engine.config)
 
     def manifest(
         self,
-        engine: DeviceEngine,
+        config: EngineConfig,
         options: EngineOptions,
         *,
+        kernels: Mapping[str, str] | None = None,
         policy: SchedulerPolicy = DEFAULT_POLICY,
         prefix_caching: bool = True,
         sampling_defaults: Mapping[str, Any] | None = None,
@@ -95,8 +102,9 @@ class OpenedModel:
         return manifest_of(
             self.checkpoint.fingerprint,
             self.tokenizer,
-            engine,
+            config,
             options,
+            kernels=kernels,
             policy=policy,
             prefix_caching=prefix_caching,
             sampling_defaults=self.sampling_defaults if sampling_defaults is None else sampling_defaults,
@@ -141,7 +149,8 @@ class _Grammars:
         self._compiler: GrammarCompiler | None = None
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
-        """A grammar, compiled now or before. Raises ValueError, naming what is wrong with it or missing."""
+        """A grammar, compiled now or before. Raises ValueError, naming what is wrong with it or missing;
+        CheckLostError as `GrammarCompiler.compile`."""
         with self._lock:
             if self._compiler is None:
                 limits = self._limits

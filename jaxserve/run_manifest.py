@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxserve.machine import Machine
 from jaxserve.quantization import precision_of
 from jaxserve.scheduling import SchedulerPolicy
 from jaxserve.scheduling.classes import PriorityClass, RetryBudget, TenantPolicy
@@ -21,8 +22,8 @@ from jaxserve.text import Tokenizer, tokenizer_fingerprint
 from jaxserve.version import __version__
 
 if TYPE_CHECKING:
+    from jaxserve.config import EngineConfig
     from jaxserve.engine.build import EngineOptions
-    from jaxserve.engine.engine import DeviceEngine
 
 Entries = Mapping[str, Any]
 """JSON values by name, tables within tables."""
@@ -31,6 +32,8 @@ FORMAT = 1
 """Of the file; another number cannot be read."""
 ANSWER_PARTS = ("model", "tokenizer", "precision", "sampling")
 """What decides which answers are right. By the answer contract the others change them by rounding at most."""
+KERNELS_PART = "kernels"
+"""The one that is known only when an engine has been compiled."""
 BATCH_PART = "batch"
 """What `jaxserve batch` adds of its own."""
 _MARK = "jaxserve_manifest"
@@ -84,7 +87,8 @@ class RunManifest:
         return RunManifest({**self.entries, name: _plain(part)})
 
     def write(self, path: Path) -> None:
-        """As indented JSON, complete or not at all."""
+        """As indented JSON, complete or not at all. Raises ValueError as `check_place` does."""
+        check_place(path)
         content = {_MARK: FORMAT, "hash": self.digest, **self.entries}
         partial = path.with_name(f"{path.name}.partial")
         partial.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
@@ -113,6 +117,14 @@ def is_manifest(content: object) -> bool:
     return isinstance(content, dict) and _MARK in content
 
 
+def check_place(path: Path) -> None:
+    """Raise ValueError where no manifest can be written: without a folder, and over a file that is none."""
+    if not path.parent.is_dir():
+        raise ValueError(f"{path}: there is no folder {path.parent}")
+    if path.exists() and not _is_manifest_file(path):
+        raise ValueError(f"{path} is no manifest, and is not written over: name another file")
+
+
 def read_policy_or_manifest(path: Path) -> tuple[SchedulerPolicy, RunManifest | None]:
     """A scheduler policy from a file of its own, or from a manifest, which is returned too.
 
@@ -130,9 +142,10 @@ def read_policy_or_manifest(path: Path) -> tuple[SchedulerPolicy, RunManifest | 
 def manifest_of(
     fingerprint: str,
     tokenizer: Tokenizer,
-    engine: DeviceEngine,
+    config: EngineConfig,
     options: EngineOptions,
     *,
+    kernels: Mapping[str, str] | None = None,
     policy: SchedulerPolicy,
     prefix_caching: bool,
     sampling_defaults: Entries,
@@ -142,13 +155,13 @@ def manifest_of(
     Args:
         fingerprint: of the weights and the model's config.
         tokenizer: the model's.
-        engine: built with these options.
+        config: of the engine, from these options.
         options: what was chosen for it.
+        kernels: of the engine; None, before it has been built, leaves their part out.
         policy: of the host loop.
         prefix_caching: likewise.
         sampling_defaults: what holds where a request leaves a parameter out.
     """
-    config = engine.config
     own = {"model", "cache", "recipe", "compute_format", "stored_formats"}
     compiled = {
         field.name: getattr(config, field.name)
@@ -160,7 +173,7 @@ def manifest_of(
         "tokenizer": {"fingerprint": tokenizer_fingerprint(tokenizer)},
         "precision": {"label": precision_of(config), "kv_format": config.cache.kv_format},
         "engine": compiled | {"page_size": config.cache.page_size, "num_pages": config.cache.num_pages},
-        "kernels": engine.kernels,
+        **({} if kernels is None else {KERNELS_PART: kernels}),
         "scheduler": {
             "policy": policy,
             "prefix_caching": prefix_caching,
@@ -179,16 +192,9 @@ def _machine() -> Entries:
     import jax
 
     device = jax.devices()[0]
-    host = {"processor": _processor(), "num_cores": os.cpu_count()} if device.platform == "cpu" else {}
+    here = Machine.here()
+    host = {"processor": here.processor, "num_cores": here.cores} if device.platform == "cpu" else {}
     return {"platform": device.platform, "device": device.device_kind, "mesh": [1], **host}
-
-
-def _processor() -> str:
-    """The vendor's name of this CPU, where the system tells it."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, "") or platform.processor() or platform.machine()
 
 
 def _versions() -> Entries:
@@ -255,3 +261,10 @@ def _json_of(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+
+
+def _is_manifest_file(path: Path) -> bool:
+    try:
+        return is_manifest(_json_of(path))
+    except ValueError:
+        return False

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxserve.run_manifest import BATCH_PART
+from jaxserve.run_manifest import BATCH_PART, KERNELS_PART, check_place
 from server.core import ModelIdentity, Service, identify
 from server.core.statistics import StatisticsOptions
 from server.core.telemetry.goodput import class_targets
@@ -15,6 +15,7 @@ from server.route_arguments import RouteArguments, model_name
 
 if TYPE_CHECKING:
     from jaxserve.config import EngineConfig
+    from jaxserve.engine.build import EngineOptions
     from jaxserve.opened_model import OpenedModel
     from jaxserve.run_manifest import RunManifest
     from jaxserve.scheduling import SchedulerPolicy
@@ -26,7 +27,7 @@ class ModelLoader:
     Raises ValueError for a model that cannot be read or options that cannot be met, PullError where a
     download fails.
 
-    A route whose policy file is a manifest is held to that: see `_check_drift`.
+    A route whose policy file is a manifest is held to that: see `_PlannedRoute`.
     """
 
     def __init__(
@@ -39,13 +40,15 @@ class ModelLoader:
     ) -> None:
         """`manifest_file`: where to write the manifest of the one route that there is.
 
-        Raises ValueError for a policy that contradicts itself, or a manifest file for several routes; OSError
-        for a file that is not there.
+        Raises ValueError for a policy that contradicts itself, or a manifest file that is for several routes
+        or cannot be written; OSError for a policy file that is not there.
         """
         if manifest_file is not None and len(routes) != 1:
             raise ValueError(
                 f"--manifest {manifest_file} is for one model, and there are {len(routes)} routes"
             )
+        if manifest_file is not None:
+            check_place(manifest_file)
         self._routes = routes
         self._policies = [route.read_frozen() for route in routes]
         self._manifest_file = manifest_file
@@ -76,45 +79,56 @@ class ModelLoader:
         import jax
 
         from jaxserve.async_engine import Engine
-        from jaxserve.engine.build import EngineOptions
         from jaxserve.engine.compile_cache import compile_counter
-        from jaxserve.opened_model import loop_of, open_model
+        from jaxserve.opened_model import loop_of
 
-        # Whatever is wrong with any of them is to be said before the first is loaded.
-        options = [EngineOptions(**route.settings) for route in self._routes]
         platform = jax.default_backend()
+        for one in self._plan(platform):
+            device = one.model.build_engine(one.options, progress=self._progress)
+            manifest = one.manifest(device.config, device.kernels)
+            one.check_drift(manifest)
+            if self._manifest_file is not None:
+                manifest.write(self._manifest_file)
+            route = one.route
+            identity = identify(
+                route.name, model_name(route.model), one.model, device.config, platform, manifest.digest
+            )
+            self.lines += describe(identity, device.config, route, one.policy, one.sampling_defaults)
+            loop = loop_of(
+                one.model, device, one.options, prefix_caching=route.prefix_cache, policy=one.policy
+            )
+            yield Service(
+                identity,
+                one.model.tokenizer,
+                Engine(loop),
+                sampling_defaults=one.sampling_defaults,
+                statistics=self._statistics_of(one.policy),
+            )
+        self._compiles_when_ready = compile_counter().count
+
+    def _plan(self, platform: str) -> list[_PlannedRoute]:
+        """The routes with all that is chosen for them.
+
+        Whatever can be known to be wrong with any of them is said here, before the first one's weights are
+        read.
+        """
+        from jaxserve.engine.build import EngineOptions
+        from jaxserve.opened_model import open_model
+
+        options = [EngineOptions(**route.settings) for route in self._routes]
         _check_memory(self._routes, platform)
         opened: dict[str, OpenedModel] = {}
         for route in self._routes:
             if route.model not in opened:
                 opened[route.model] = open_model(route.model, progress=self._progress)
-        for route, (policy, frozen), chosen in zip(self._routes, self._policies, options, strict=True):
-            model = opened[route.model]
-            defaults = model.sampling_defaults if route.generation_config == "auto" else {}
-            device = model.build_engine(chosen, progress=self._progress)
-            manifest = model.manifest(
-                device,
-                chosen,
-                policy=policy,
-                prefix_caching=route.prefix_cache,
-                sampling_defaults=defaults,
-            )
-            _check_drift(route, frozen, manifest)
-            if self._manifest_file is not None:
-                manifest.write(self._manifest_file)
-            identity = identify(
-                route.name, model_name(route.model), model, device.config, platform, manifest.digest
-            )
-            self.lines += describe(identity, device.config, route, policy, defaults)
-            loop = loop_of(model, device, chosen, prefix_caching=route.prefix_cache, policy=policy)
-            yield Service(
-                identity,
-                model.tokenizer,
-                Engine(loop),
-                sampling_defaults=defaults,
-                statistics=self._statistics_of(policy),
-            )
-        self._compiles_when_ready = compile_counter().count
+        planned = [
+            _PlannedRoute(route, opened[route.model], chosen, policy, frozen)
+            for route, (policy, frozen), chosen in zip(self._routes, self._policies, options, strict=True)
+        ]
+        for one in planned:
+            if one.frozen is not None:
+                one.check_drift(one.manifest(one.model.configure(one.options)))
+        return planned
 
     def _statistics_of(self, policy: SchedulerPolicy) -> StatisticsOptions:
         """A class is held to what its policy aims at, unless the operator promises otherwise."""
@@ -123,16 +137,44 @@ class ModelLoader:
         return replace(self._statistics, class_targets=class_targets(policy.classes))
 
 
-def _check_drift(route: RouteArguments, frozen: RunManifest | None, manifest: RunManifest) -> None:
-    """Raise ValueError, naming each difference, where a route is not what its manifest says.
+@dataclass(frozen=True)
+class _PlannedRoute:
+    """A route as it is to be served."""
 
-    What a batch wrote of itself alone does not concern a server.
-    """
-    if frozen is None:
-        return
-    parts = {*frozen.entries, *manifest.entries} - {BATCH_PART}
-    if drift := frozen.drift(manifest, parts):
-        raise ValueError(f"route {route.name!r} is not what {route.policy_file} says: {'; '.join(drift)}")
+    route: RouteArguments
+    model: OpenedModel
+    options: EngineOptions
+    policy: SchedulerPolicy
+    frozen: RunManifest | None
+    """What the route is held to."""
+
+    @property
+    def sampling_defaults(self) -> Mapping[str, Any]:
+        return self.model.sampling_defaults if self.route.generation_config == "auto" else {}
+
+    def manifest(self, config: EngineConfig, kernels: Mapping[str, str] | None = None) -> RunManifest:
+        """`kernels`: of the engine; without them their part is left out."""
+        return self.model.manifest(
+            config,
+            self.options,
+            kernels=kernels,
+            policy=self.policy,
+            prefix_caching=self.route.prefix_cache,
+            sampling_defaults=self.sampling_defaults,
+        )
+
+    def check_drift(self, manifest: RunManifest) -> None:
+        """Raise ValueError, naming each difference, where the route is not what its manifest says.
+
+        What a batch wrote of itself alone does not concern a server; kernels that are not known yet differ
+        from none.
+        """
+        if self.frozen is None:
+            return
+        unknown = {BATCH_PART} | {KERNELS_PART} - manifest.entries.keys()
+        if drift := self.frozen.drift(manifest, {*self.frozen.entries, *manifest.entries} - unknown):
+            name, path = self.route.name, self.route.policy_file
+            raise ValueError(f"route {name!r} is not what {path} says: {'; '.join(drift)}")
 
 
 def describe(

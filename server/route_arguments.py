@@ -47,12 +47,11 @@ class RouteArguments:
         if self.max_waiting is not None and self.max_waiting < 0:
             raise ValueError(f"route {self.name!r}: max_waiting {self.max_waiting} is negative")
 
-    def read_policy(self) -> SchedulerPolicy:
-        """The policy in force. Raises ValueError for a file that is none, OSError for a missing one."""
-        return self.read_frozen()[0]
-
     def read_frozen(self) -> tuple[SchedulerPolicy, RunManifest | None]:
-        """The policy in force, and the manifest that it comes from, if the file is one: see `read_policy`."""
+        """The policy in force, and the manifest that it comes from, if the file is one.
+
+        Raises ValueError for a file that is neither, OSError for a missing one.
+        """
         from jaxserve.run_manifest import read_policy_or_manifest
         from jaxserve.scheduling import DEFAULT_POLICY
 

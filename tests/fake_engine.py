@@ -9,7 +9,7 @@ exactly its own history. Checks are made in the order of dispatch; results appea
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -110,6 +110,16 @@ class FakeEngine:
     @property
     def limits(self) -> EngineLimits:
         return self._limits
+
+    @property
+    def config(self) -> EngineLimits:
+        """What a device's engine was compiled for."""
+        return self._limits
+
+    @property
+    def kernels(self) -> Mapping[str, str]:
+        """What a device's engine was compiled with."""
+        return {"everything": "by hand"}
 
     def load_slot(self, load: SlotLoad) -> None:
         limits = self._limits

@@ -53,28 +53,33 @@ class FakeModel:
 
     def build_engine(self, options: Any, *, progress: bool = False) -> FakeEngine:
         self.options = options
-        limits = fake_limits(options.max_model_len or 128, options.num_slots or 4)
-        if options.speculative is not None:
-            limits = replace(limits, max_drafts=options.max_drafts)
-        self.device = self._engine(limits)
+        self.device = self._engine(self.configure(options))
         return self.device
+
+    def configure(self, options: Any) -> EngineLimits:
+        """An engine's config, of which the limits are all that a fake one has."""
+        limits = fake_limits(options.max_model_len or 128, options.num_slots or 4)
+        return limits if options.speculative is None else replace(limits, max_drafts=options.max_drafts)
 
     def cache_identity(self, engine: FakeEngine) -> CacheIdentity:
         return CACHE
 
     def manifest(
         self,
-        engine: FakeEngine,
+        config: EngineLimits,
         options: Any,
         *,
+        kernels: Mapping[str, str] | None = None,
         policy: SchedulerPolicy = DEFAULT_POLICY,
         prefix_caching: bool = True,
         sampling_defaults: Mapping[str, Any] | None = None,
     ) -> RunManifest:
-        slots = {"num_slots": engine.limits.num_slots}
-        return RunManifest(
-            {"model": {"fingerprint": "fake"}, "sampling": {"defaults": sampling_defaults}, "engine": slots}
-        )
+        entries = {
+            "model": {"fingerprint": "fake"},
+            "sampling": {"defaults": sampling_defaults},
+            "engine": {"num_slots": config.num_slots},
+        }
+        return RunManifest(entries if kernels is None else entries | {"kernels": kernels})
 
     def opened(self) -> OpenedModel:
         """Itself, in the eyes of a type checker."""

@@ -8,13 +8,15 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 
 from jaxserve.async_engine import AnswerStream, Engine
 from jaxserve.loop import HostLoop, LoopStoppedError
 from jaxserve.outputs import AnswerDelta, RequestOutput
-from jaxserve.plan import SamplingParams, StepHandle, StepResult
+from jaxserve.plan import Grammar, SamplingParams, StepHandle, StepResult
+from jaxserve.structured import CheckLostError
 from tests.fake_engine import FakeEngine, make_limits
 from tests.fake_sequence import expected_answer
 
@@ -275,3 +277,34 @@ def test_a_snapshot_shows_what_runs_and_what_is_free() -> None:
     with serving() as (engine, loop):
         asyncio.run(main(engine))
     assert loop.snapshot().num_free_pages == (LIMITS.num_pages[0] - 1,)
+
+
+@pytest.mark.parametrize("fault", [ValueError("regex: it takes over 1 s"), CheckLostError("it has gone")])
+def test_a_grammar_that_cannot_be_compiled_again_ends_its_request_alone(fault: Exception) -> None:
+    class Forgetful:
+        """Compiles a grammar once, where a request is submitted."""
+
+        num_compiled = 0
+
+        def compile(self, grammar: Grammar) -> object:
+            self.num_compiled += 1
+            if self.num_compiled > 1:
+                raise fault
+            return object()
+
+    async def main(engine: Engine) -> None:
+        gated = replace(SHORT, grammar=Grammar("regex", "a"))
+        other = engine.submit([3, 4], SHORT, "other")
+        with pytest.raises(type(fault), match=str(fault)):
+            async for _ in engine.submit([3, 4], gated, "forgotten"):
+                pass
+        assert [delta async for delta in other][-1].output is not None
+        again = engine.submit([3, 4], SHORT, "forgotten")
+        assert [delta async for delta in again][-1].output is not None
+        assert engine.failure is None
+
+    loop = HostLoop(PacedEngine(LIMITS), grammars=Forgetful())  # type: ignore[arg-type]
+    engine = Engine(loop)
+    asyncio.run(main(engine))
+    engine.close()
+    loop.check_integrity()

@@ -84,10 +84,17 @@ class Draw:
 
 def digest_of(value: Any) -> str:
     """A name for a JSON value: 16 hexadecimal digits of its SHA-256."""
-    text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return hashlib.sha256(_json(value)).hexdigest()[:16]
 
 
 def plan_digest(asks: Iterable[Ask]) -> str:
-    """A name for a sequence of requests: the same work has the same."""
-    return digest_of([asdict(ask) for ask in asks])
+    """A name for a sequence of requests, the `digest_of` their list, of which one at a time is held."""
+    digest = hashlib.sha256(b"[")
+    for place, ask in enumerate(asks):
+        digest.update(b"," * (place > 0) + _json(asdict(ask)))
+    digest.update(b"]")
+    return digest.hexdigest()[:16]
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()

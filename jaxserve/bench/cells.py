@@ -34,10 +34,21 @@ class Cell:
     kind: str
     settings: Mapping[str, Any]
     """The axes of the matrix, or the scenario's."""
-    concurrency: int | None
-    fault: Fault | None = None
-    tenants: Sequence[str] = ()
     scenario: Scenario | None = None
+
+    @property
+    def concurrency(self) -> int | None:
+        """Requests that the client keeps open at most; None for no limit."""
+        return self.settings["concurrency"] if self.scenario is None else self.scenario.concurrency
+
+    @property
+    def fault(self) -> Fault | None:
+        return None if self.scenario is None else self.scenario.fault
+
+    @property
+    def tenants(self) -> Sequence[str]:
+        """Whose tokens the requests bring."""
+        return () if self.scenario is None else self.scenario.tenants
 
     def work(self, config: BenchConfig, repeat: int) -> Work:
         """What one repeat asks: the same for the same configuration."""
@@ -72,20 +83,9 @@ def _matrix_work(
 def cells_of(config: BenchConfig) -> list[Cell]:
     """Every cell of the matrix, then every scenario."""
     matrix = config.matrix.cells() if config.matrix else ()
-    cells = [
-        Cell(name=_matrix_name(axes), kind=MATRIX, settings=axes, concurrency=axes["concurrency"])
-        for axes in matrix
-    ]
+    cells = [Cell(name=_matrix_name(axes), kind=MATRIX, settings=axes) for axes in matrix]
     cells += [
-        Cell(
-            name=name,
-            kind=one.kind,
-            settings=asdict(one),
-            concurrency=one.concurrency,
-            fault=one.fault,
-            tenants=one.tenants,
-            scenario=one,
-        )
+        Cell(name=name, kind=one.kind, settings=asdict(one), scenario=one)
         for name, one in config.scenario.items()
     ]
     return cells

@@ -75,6 +75,13 @@ class Comparison:
     b_passed: bool
     """Whether each passed its own checks of quality."""
 
+    def lead(self) -> str:
+        """What is compared, and how sure the verdicts are."""
+        return (
+            f"goodput at {self.ttft:g} s to the first token, {self.tpot:g} s for each further one; "
+            f"verdicts hold together with {CONFIDENCE:.0%}"
+        )
+
     def count(self, verdict: Verdict) -> int:
         return sum(cell.verdict is verdict for cell in self.cells)
 
@@ -140,10 +147,7 @@ def conclusions(comparison: Comparison) -> Iterator[str]:
 
 
 def _lines(comparison: Comparison) -> Iterator[str]:
-    yield (
-        f"goodput at {comparison.ttft:g} s to the first token, {comparison.tpot:g} s for each further one; "
-        f"verdicts hold together with {CONFIDENCE:.0%}"
-    )
+    yield comparison.lead()
     yield from (f"differs: {line}" for line in comparison.differences)
     yield _COLUMNS.format("cell", "A /s", "B /s", "B over A", "kept A", "kept B", "")
     for one in comparison.cells:
@@ -158,16 +162,11 @@ def _compare_cell(a: CellResult, b: CellResult, ttft: float, tpot: float, level:
         name=a.name,
         a=Over.repeats(goodput_a),
         b=Over.repeats(goodput_b),
-        kept_a=_kept(a, ttft, tpot),
-        kept_b=_kept(b, ttft, tpot),
+        kept_a=a.kept(ttft, tpot),
+        kept_b=b.kept(ttft, tpot),
         num_repeats=min(len(a.runs), len(b.runs)),
         verdict=_verdict(goodput_a, goodput_b, level),
     )
-
-
-def _kept(cell: CellResult, ttft: float, tpot: float) -> float:
-    kept = sum(one.keeps(ttft, tpot) for run in cell.runs for one in run.requests)
-    return kept / max(1, sum(run.meant_to_end for run in cell.runs))
 
 
 def _verdict(a: Sequence[float], b: Sequence[float], level: float) -> Verdict:

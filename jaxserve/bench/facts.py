@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from jaxserve.bench.http_stream import list_models
+from jaxserve.bench.http_stream import get_page, list_models
 from jaxserve.bench.traffic import DoorError
 from jaxserve.version import __version__
 
@@ -76,14 +76,18 @@ async def num_open(client: httpx.AsyncClient) -> int | None:
 
 
 async def _metrics(client: httpx.AsyncClient) -> dict[str, list[tuple[dict[str, str], float]]]:
-    """Samples by name, of a server that has Prometheus' page of them."""
+    """Samples by name, of a server that has Prometheus' page of them. Raises DoorError if it has gone or
+    hangs, or the page is another."""
     try:
-        answer = await client.get("/metrics")
-    except httpx.HTTPError as error:
-        raise DoorError(f"{client.base_url} has gone: {type(error).__name__}: {error}") from error
+        answer = await get_page(client, "/metrics")
+    except DoorError as error:
+        raise DoorError(f"{client.base_url} has gone: {error}") from error
     found: dict[str, list[tuple[dict[str, str], float]]] = {}
     if answer.status_code == httpx.codes.OK:
         for match in _SAMPLE.finditer(answer.text):
             labels = dict(_LABEL.findall(match["labels"] or ""))
-            found.setdefault(match["name"], []).append((labels, float(match["value"])))
+            try:
+                found.setdefault(match["name"], []).append((labels, float(match["value"])))
+            except ValueError as error:
+                raise DoorError(f"{client.base_url}/metrics: {match[0]!r} is no sample") from error
     return found

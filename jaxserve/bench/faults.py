@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from jaxserve.bench.scenarios import Fault
@@ -15,7 +16,7 @@ _PROC = Path("/proc")
 
 
 async def break_down(fault: Fault, server_pid: int | None) -> None:
-    """Wait for the fault's time, then break what it names.
+    """Wait for the fault's time, then break what it names. Where this is cancelled, its command is ended.
 
     Raises ValueError if that cannot be found, or a command fails.
     """
@@ -35,7 +36,8 @@ def kill_grammar_checkers(server_pid: int | None) -> int:
         raise ValueError("breaks 'grammar-checker': a server that was not started here needs --server-pid")
     found = list(_checkers(server_pid))
     for pid in found:
-        os.kill(pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # It has just ended.
+            os.kill(pid, signal.SIGKILL)
     if not found:
         raise ValueError(f"breaks 'grammar-checker': process {server_pid} has none that checks grammars")
     return len(found)
@@ -54,6 +56,11 @@ def _checkers(server_pid: int) -> Iterator[int]:
 
 async def _run(command: tuple[str, ...]) -> None:
     process = await asyncio.create_subprocess_exec(*command)
-    status = await process.wait()
+    try:
+        status = await process.wait()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
     if status:
         raise ValueError(f"command {' '.join(command)} has ended with status {status}")

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 
 from jaxserve.bench.traffic import Answerer, DoorError, Piece, Usage
 
 COMPLETIONS = "/v1/completions"
+PAGE_SECONDS = 10.0
+"""In which a server must say what models it has, or how it fares."""
+_SHOWN = 200
+"""Characters of an event that is not understood."""
 _ROUTE_HEADERS = ("x-jaxserve-route", "x-jaxserve-route-reason")
+_Value = TypeVar("_Value")
 
 
 @asynccontextmanager
 async def open_client(url: str, token: str | None = None) -> AsyncIterator[httpx.AsyncClient]:
-    """A client without limits of its own: neither of connections nor of time.
+    """A client without limits of its own: neither of connections nor of time, which an answer may take.
 
     `token`: that requests bring which have none of their own.
     """
@@ -48,7 +54,7 @@ async def stream_completion(
                 yield Answerer(*(answer.headers.get(name, "") for name in _ROUTE_HEADERS))
             async for line in answer.aiter_lines():
                 if line.startswith("data: ") and line != "data: [DONE]":
-                    for piece in _read_event(json.loads(line.removeprefix("data: "))):
+                    for piece in _read_event(line.removeprefix("data: ")):
                         yield piece
     except httpx.HTTPError as error:
         raise DoorError(f"{type(error).__name__}: {error}") from error
@@ -62,23 +68,45 @@ def _refusal(answer: httpx.Response, text: str) -> DoorError:
     )
 
 
-def _read_event(event: dict[str, Any]) -> list[Piece]:
-    if "error" in event:
-        raise DoorError(event["error"]["message"])
-    pieces: list[Piece] = [choice["text"] for choice in event["choices"]]
-    if usage := event.get("usage"):
-        details = usage.get("prompt_tokens_details") or {}
-        cached = details.get("cached_tokens") or 0
-        pieces.append(Usage(usage["prompt_tokens"], usage["completion_tokens"], cached))
-    return pieces
+def _read_event(text: str) -> list[Piece]:
+    """Raises DoorError, with the server's words, for an error and for what is no completion."""
+    try:
+        event = json.loads(text)
+        if "error" in event:
+            raise DoorError(event["error"]["message"])
+        pieces: list[Piece] = [_checked(choice["text"], str) for choice in event["choices"]]
+        if usage := event.get("usage"):
+            details = usage.get("prompt_tokens_details") or {}
+            counts = (usage["prompt_tokens"], usage["completion_tokens"], details.get("cached_tokens") or 0)
+            pieces.append(Usage(*(_checked(count, int) for count in counts)))
+        return pieces
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise DoorError(f"no event of a completion: {text[:_SHOWN]}") from error
+
+
+def _checked(value: object, kind: type[_Value]) -> _Value:
+    if not isinstance(value, kind):
+        raise TypeError(f"{value!r} is not of type {kind.__name__}")
+    return value
+
+
+async def get_page(client: httpx.AsyncClient, path: str) -> httpx.Response:
+    """What the server has there. Raises DoorError if nothing comes within PAGE_SECONDS."""
+    try:
+        async with asyncio.timeout(PAGE_SECONDS):
+            return await client.get(path)
+    except httpx.HTTPError as error:
+        raise DoorError(f"{type(error).__name__}: {error}") from error
+    except TimeoutError as error:
+        raise DoorError(f"no answer from {path} within {PAGE_SECONDS:g} s") from error
 
 
 async def list_models(client: httpx.AsyncClient) -> list[dict[str, Any]]:
     """What the server says of its models, of which there is one at least. Raises DoorError otherwise."""
     silent = f"{client.base_url} does not say which models it has"
     try:
-        answer = await client.get("/v1/models")
-    except httpx.HTTPError as error:
+        answer = await get_page(client, "/v1/models")
+    except DoorError as error:
         raise DoorError(f"{silent}: {error}") from error
     if answer.status_code != httpx.codes.OK:
         raise DoorError(f"{silent}: {answer.status_code} {answer.reason_phrase}")

@@ -64,6 +64,7 @@ async def run_work(target: Target, work: Work, concurrency: int | None, fault: F
         await breaking
     finally:
         breaking.cancel()
+        await asyncio.gather(breaking, return_exceptions=True)  # until nothing that it began is left
     return run
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +30,19 @@ def check_idle(cells: Sequence[CellResult]) -> Check:
     return Check("idle", longest < IDLE_SECONDS, detail)
 
 
-def check_answered(cells: Sequence[CellResult]) -> Check:
-    """Every request of the matrix got an answer of the length that it asked for."""
-    short, failed, total = 0, 0, 0
+def check_answered(cells: Sequence[CellResult], repeats: int) -> Check:
+    """Every request of the matrix, in every repeat, got an answer of the length that it asked for."""
+    short, failed, total, left_out = 0, 0, 0, 0
     for cell in _matrix(cells):
+        left_out += repeats - len(cell.runs)
         for run in cell.runs:
             total += len(run.requests)
             failed += sum(not one.answered for one in run.requests)
             short += sum(one.answered and one.output_tokens < cell.settings["output"] for one in run.requests)
     detail = f"of {total} requests of the matrix {failed} failed and {short} answers were short"
-    return Check("answered", not failed and not short, detail)
+    if left_out:
+        detail += f"; repeats of its cells that were left out: {left_out}"
+    return Check("answered", total > 0 and not (failed or short or left_out), detail)
 
 
 def check_cold(cells: Sequence[CellResult]) -> Check:
@@ -92,23 +95,43 @@ def answers_alike(one: Sequence[CellResult], other: Sequence[CellResult]) -> tup
     return sum(mine == theirs for mine, theirs in pairs), len(pairs)
 
 
-def check_evaluation(path: Path, served: Served) -> Check:
-    """A report of `jaxserve evaluate` about this precision, in which every floor holds.
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """What a report of `jaxserve evaluate --json` says."""
 
-    Raises ValueError, naming the file, for anything that is no such report.
-    """
-    try:
-        report = json.loads(path.read_text(encoding="utf-8"))
-        precision, kv_format = report["model"]["precision"], report["model"]["kv_format"]
-        passed, num_floors = report["passed"], len(report["verdicts"])
-    except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{path}: not a report of `jaxserve evaluate --json`: {error!r}") from error
-    about = f"{precision}, KV {kv_format}"
-    if (precision, kv_format) != (served.precision, served.kv_format):
+    name: str
+    """Of its file."""
+    precision: str
+    kv_format: str
+    passed: bool
+    num_floors: int
+
+    @classmethod
+    def read(cls, path: Path) -> Evaluation:
+        """Raises ValueError, naming the file, for anything that is no such report; OSError for a file that
+        cannot be read."""
+        try:
+            report = json.loads(path.read_text(encoding="utf-8"))
+            return cls(
+                name=path.name,
+                precision=report["model"]["precision"],
+                kv_format=report["model"]["kv_format"],
+                passed=bool(report["passed"]),
+                num_floors=len(report["verdicts"]),
+            )
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"{path}: not a report of `jaxserve evaluate --json`: {error!r}") from error
+
+
+def check_evaluation(evaluation: Evaluation, served: Served) -> Check:
+    """It is about this precision, and every floor in it holds."""
+    about = f"{evaluation.precision}, KV {evaluation.kv_format}"
+    if (evaluation.precision, evaluation.kv_format) != (served.precision, served.kv_format):
         ours = f"{served.precision or 'unknown'}, KV {served.kv_format or 'unknown'}"
-        return Check("evaluation", False, f"{path.name} is about {about}; the server runs {ours}")
-    held = "hold" if passed else "do not all hold"
-    return Check("evaluation", bool(passed and num_floors), f"{num_floors} floors of {about} {held}")
+        return Check("evaluation", False, f"{evaluation.name} is about {about}; the server runs {ours}")
+    held = "hold" if evaluation.passed else "do not all hold"
+    passed = evaluation.passed and evaluation.num_floors > 0
+    return Check("evaluation", passed, f"{evaluation.num_floors} floors of {about} {held}")
 
 
 def _choose(

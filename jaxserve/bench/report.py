@@ -9,7 +9,7 @@ from html import escape
 from typing import Any
 
 from jaxserve.bench.cells import MATRIX
-from jaxserve.bench.compare import CONFIDENCE, Comparison, Verdict, conclusions
+from jaxserve.bench.compare import Comparison, Verdict, conclusions
 from jaxserve.bench.plots import draw_comparison, draw_matrix, draw_requests
 from jaxserve.bench.result import CellResult, Result
 from jaxserve.bench.summary import CellSummary, remarks
@@ -43,11 +43,7 @@ def result_page(result: Result, ttft: float, tpot: float) -> str:
 
 def comparison_page(comparison: Comparison, a: Result, b: Result) -> str:
     """Two results side by side. Raises ValueError without matplotlib."""
-    lead = (
-        f"goodput at {comparison.ttft:g} s to the first token, {comparison.tpot:g} s for each further one; "
-        f"verdicts hold together with {CONFIDENCE:.0%}"
-    )
-    return _page("Which is better where", lead, _comparison_parts(comparison, a, b))
+    return _page("Which is better where", comparison.lead(), _comparison_parts(comparison, a, b))
 
 
 def _result_parts(result: Result, ttft: float, tpot: float) -> Iterator[str]:
@@ -63,7 +59,7 @@ def _result_parts(result: Result, ttft: float, tpot: float) -> Iterator[str]:
     yield _table(("", "check", "found"), rows, words=(1, 2))
     yield f"<h2>Figures at {ttft:g} s to the first token and {tpot:g} s for each further one</h2>"
     yield _cells_table(result, ttft, tpot)
-    yield _list(f"left out, for want of time: {label}" for label in result.left_out)
+    yield _list(f"left out: {label}" for label in result.left_out)
     if picture := draw_matrix(result, ttft, tpot):
         yield "<h2>The matrix</h2><p>Uncached tokens + reusable prefix → output. Bars: the range over the "
         yield "repeats. Dotted: the limit, where it is near.</p>"

@@ -12,8 +12,8 @@ from jaxserve.bench.asks import Ask, digest_of
 from jaxserve.bench.config import Limits
 from jaxserve.bench.facts import Served
 from jaxserve.bench.figures import DETAILS, summarise
-from jaxserve.bench.machine import Machine
 from jaxserve.bench.traffic import Outcome, Run
+from jaxserve.machine import Machine
 
 FORMAT = 1
 _DIGITS = 6
@@ -112,6 +112,11 @@ class CellResult:
     settings: Mapping[str, Any]
     runs: Sequence[CellRun]
 
+    def kept(self, ttft: float, tpot: float) -> float:
+        """Of the requests whose clients waited for their ends, the share that kept both limits."""
+        kept = sum(one.keeps(ttft, tpot) for run in self.runs for one in run.requests)
+        return kept / max(1, sum(run.meant_to_end for run in self.runs))
+
 
 @dataclass(frozen=True)
 class Check:
@@ -131,6 +136,7 @@ class Result:
     config_digest: str
     plan_digest: str
     machine: Machine
+    """Where the client ran, and with a server of its own that too."""
     load: float
     """How many programs wanted a core of it before the benchmark began, over a minute."""
     versions: Mapping[str, str]
@@ -138,7 +144,7 @@ class Result:
     seconds: float
     cells: Sequence[CellResult]
     left_out: Sequence[str] = ()
-    """Repeats of cells that there was no time for."""
+    """Repeats of cells that were not measured, and why."""
     checks: Sequence[Check] = field(default_factory=tuple[Check, ...])
 
     @property

@@ -17,10 +17,10 @@ from jaxserve.bench.config import BenchConfig
 from jaxserve.bench.facts import Served, client_versions, num_open, read_served
 from jaxserve.bench.http_stream import open_client
 from jaxserve.bench.load import Target, ask_once, run_work
-from jaxserve.bench.machine import Machine, machine_load
 from jaxserve.bench.quality import IDLE_SECONDS, check_alone, check_answered, check_cold, check_idle
 from jaxserve.bench.result import CellResult, CellRun, Check, Result
 from jaxserve.bench.traffic import DoorError
+from jaxserve.machine import Machine, machine_load
 
 _IDLE_POLL = 0.05
 
@@ -43,8 +43,16 @@ Progress = Callable[[str], object]
 """Told what is done next."""
 
 
-async def run_benchmark(config: BenchConfig, address: Address, progress: Progress = lambda _: None) -> Result:
+async def run_benchmark(
+    config: BenchConfig, address: Address, progress: Progress = lambda _: None, *, plan: str | None = None
+) -> Result:
     """Measure everything that a configuration asks for, and check the answers.
+
+    Args:
+        config: what to ask.
+        address: whom.
+        progress: told what is done next.
+        plan: the `digest_of_plan`, where it is known: a large plan's takes a while.
 
     Raises DoorError if the server cannot be asked at all; ValueError for a tenant without a token, for
     requests that are longer than the model takes, and for something that cannot be broken.
@@ -78,7 +86,7 @@ async def run_benchmark(config: BenchConfig, address: Address, progress: Progres
         date=date,
         config=config.as_json,
         config_digest=config.digest,
-        plan_digest=digest_of_plan(config),
+        plan_digest=digest_of_plan(config) if plan is None else plan,
         machine=Machine.here(),
         load=load,
         versions=client_versions(),
@@ -123,7 +131,7 @@ async def _warm_up(target: Target, config: BenchConfig) -> None:
 async def _run_all(
     target: Target, config: BenchConfig, cells: Sequence[Cell], progress: Progress
 ) -> tuple[dict[str, list[CellRun]], list[str]]:
-    """Every repeat of every cell by name, and those that there was no time for."""
+    """Every repeat of every cell by name, and those that were left out, with the reason."""
     runs: dict[str, list[CellRun]] = {cell.name: [] for cell in cells}
     left_out: list[str] = []
     limit = time.perf_counter() + config.max_seconds
@@ -134,7 +142,9 @@ async def _run_all(
             async with asyncio.timeout(max(0.0, limit - time.perf_counter())):
                 runs[cell.name].append(await _run_cell(target, config, cell, repeat))
         except TimeoutError:
-            left_out.append(label)
+            left_out.append(f"{label}: there was no time for it")
+        except DoorError as error:  # What has been measured is worth as much as before.
+            left_out.append(f"{label}: {error}")
     if left_out:  # What was broken off may still have slots and places in the queue.
         await _seconds_until_idle(target.client)
     return runs, left_out
@@ -165,7 +175,7 @@ async def _check(
     """What can be said of a matrix's answers; a scenario's may be refused by right."""
     checks = [check_idle(results)]
     if config.matrix is not None:
-        checks += [check_answered(results), check_cold(results)]
+        checks += [check_answered(results, config.repeats), check_cold(results)]
     if config.matrix is not None and config.quality.alone:
         checks.append(await check_alone(target, config, cells, results))
     return tuple(checks)

@@ -71,12 +71,11 @@ class CellSummary:
     def of(cls, cell: CellResult, ttft: float, tpot: float) -> CellSummary:
         """`ttft`, `tpot`: limits in seconds."""
         runs, requests = cell.runs, [one for run in cell.runs for one in run.requests]
-        meant = max(1, sum(run.meant_to_end for run in runs))
         num_prompt = sum(run.figures["total_input_tokens"] or 0 for run in runs)
         cached = sum(one.cached_tokens for one in requests if one.answered)
         return cls(
             goodput=Over.repeats([run.goodput(ttft, tpot) for run in runs]),
-            kept=sum(one.keeps(ttft, tpot) for one in requests) / meant,
+            kept=cell.kept(ttft, tpot),
             ttft=_over(runs, "median_ttft_ms"),
             ttft_p99=_over(runs, "p99_ttft_ms").mean,
             tpot=_over(runs, "median_tpot_ms"),
@@ -132,7 +131,7 @@ def _lines(result: Result, ttft: float, tpot: float) -> Iterator[str]:
         one = CellSummary.of(cell, ttft, tpot)
         yield _COLUMNS.format(cell.name, *one.texts())
         yield from (f"    {line}" for line in remarks(cell))
-    yield from (f"left out, for want of time: {label}" for label in result.left_out)
+    yield from (f"left out: {label}" for label in result.left_out)
     yield from (f"{'passed' if one.passed else 'FAILED'} {one.name}: {one.detail}" for one in result.checks)
 
 

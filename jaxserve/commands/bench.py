@@ -19,6 +19,7 @@ from jaxserve.commands.command import add_verbose_argument, say, shows_status
 if TYPE_CHECKING:
     from jaxserve.bench.cells import Cell
     from jaxserve.bench.config import BenchConfig
+    from jaxserve.bench.quality import Evaluation
     from jaxserve.bench.result import Check, Result
     from jaxserve.bench.run import Address
 
@@ -106,6 +107,7 @@ def _add_html(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
+    from jaxserve.bench.cells import digest_of_plan
     from jaxserve.bench.config import BenchConfig
 
     config = BenchConfig.read(args.config)
@@ -113,9 +115,11 @@ def _run(args: argparse.Namespace) -> int:
         _say_plan(config)
         return 0
     _check_target(args)
-    reference = _read_reference(args.reference, config)
-    result = _measure(args, config)
-    checks = _further_checks(args, config, result, reference)
+    plan = digest_of_plan(config)
+    reference = _read_reference(args.reference, plan)
+    evaluation = _read_evaluation(args.evaluation)
+    result = _measure(args, config, plan)
+    checks = _further_checks(config, result, reference, evaluation)
     result = dataclasses.replace(result, checks=(*result.checks, *checks))
     if args.json is not None:
         args.json.write_text(result.to_json(), encoding="utf-8")
@@ -194,20 +198,26 @@ def _check_target(args: argparse.Namespace) -> None:
             raise ValueError(f"--{name.replace('_', '-')} is about a running server: it needs --url")
 
 
-def _read_reference(path: Path | None, config: BenchConfig) -> Result | None:
-    """Raises ValueError for a result of other requests."""
-    from jaxserve.bench.cells import digest_of_plan
+def _read_reference(path: Path | None, plan: str) -> Result | None:
+    """Raises ValueError for a result of other requests than those of this digest."""
     from jaxserve.bench.result import Result
 
     if path is None:
         return None
-    reference, asked = Result.read(path), digest_of_plan(config)
-    if reference.plan_digest != asked:
-        raise ValueError(f"{path}: its requests were others ({reference.plan_digest}; these are {asked})")
+    reference = Result.read(path)
+    if reference.plan_digest != plan:
+        raise ValueError(f"{path}: its requests were others ({reference.plan_digest}; these are {plan})")
     return reference
 
 
-def _measure(args: argparse.Namespace, config: BenchConfig) -> Result:
+def _read_evaluation(path: Path | None) -> Evaluation | None:
+    """Raises ValueError for a file that is no report."""
+    from jaxserve.bench.quality import Evaluation
+
+    return None if path is None else Evaluation.read(path)
+
+
+def _measure(args: argparse.Namespace, config: BenchConfig, plan: str) -> Result:
     """Raises ValueError, with the server's words, if it cannot be started or asked."""
     from tqdm import tqdm
 
@@ -224,7 +234,7 @@ def _measure(args: argparse.Namespace, config: BenchConfig) -> Result:
                 bar.set_description(label, refresh=False)
                 bar.update()
 
-            return asyncio.run(run_benchmark(config, address, progress))
+            return asyncio.run(run_benchmark(config, address, progress, plan=plan))
     except (DoorError, RuntimeError) as error:
         raise ValueError(str(error)) from error
 
@@ -265,13 +275,13 @@ def _write_tokens(path: Path, tokens: Mapping[str, str]) -> Path:
 
 
 def _further_checks(
-    args: argparse.Namespace, config: BenchConfig, result: Result, reference: Result | None
+    config: BenchConfig, result: Result, reference: Result | None, evaluation: Evaluation | None
 ) -> list[Check]:
     from jaxserve.bench.quality import check_evaluation, check_reference
 
     checks: list[Check] = []
     if reference is not None:
         checks.append(check_reference(result.cells, reference, config.quality))
-    if args.evaluation is not None:
-        checks.append(check_evaluation(args.evaluation, result.served))
+    if evaluation is not None:
+        checks.append(check_evaluation(evaluation, result.served))
     return checks

@@ -3,7 +3,8 @@
 Importing this is cheap; `llguidance` is imported when the first `GrammarCompiler` is made. No jax.
 """
 
+from jaxserve.structured.checker import CheckLostError
 from jaxserve.structured.compiler import CompiledGrammar, GrammarCompiler
 from jaxserve.structured.matcher import GrammarMatcher
 
-__all__ = ["CompiledGrammar", "GrammarCompiler", "GrammarMatcher"]
+__all__ = ["CheckLostError", "CompiledGrammar", "GrammarCompiler", "GrammarMatcher"]

@@ -23,6 +23,12 @@ from jaxserve.structured.vocabulary import GrammarVocabulary
 
 MAX_WALL_SECONDS = 60.0
 """Beyond this a process that still has processor time left is taken to be stuck."""
+_FROM_OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+"""What operators, supervisors and a system without memory end processes with; grammars end them otherwise."""
+
+
+class CheckLostError(RuntimeError):
+    """Nobody knows whether a grammar can be followed, since what was to try it out is gone: not its fault."""
 
 
 class GrammarChecker:
@@ -39,25 +45,26 @@ class GrammarChecker:
         """The Lark source of a grammar that can be compiled in bounds.
 
         Waits for a process to be free; each grammar holds one for about a second at most. Raises ValueError,
-        saying what is wrong or which limit was passed.
+        saying what is wrong or which limit was passed; CheckLostError if the process was ended from outside
+        or could not be started, and the next one likewise.
         """
+        try:
+            return self._try(grammar)
+        except CheckLostError:  # What has ended one process is over, as a rule, when the next is there.
+            return self._try(grammar)
+
+    def _try(self, grammar: Grammar) -> str:
         process = self._idle.get()
         try:
             if process is not None and not process.alive:
-                # It was ended from outside while it had nothing to do, which is not this grammar's fault.
+                # It was ended from outside while it had nothing to do, which loses no check.
                 process.close()
                 process = None
             if process is None:
                 process = _CheckerProcess(self._vocabulary)
-            answer = process.ask(grammar)
-            if answer is None:
-                raise ValueError(process.last_words())
+            return process.ask(grammar)
         finally:
             self._idle.put(process if process is not None and process.alive else None)
-        lark, fault = answer
-        if lark is None:
-            raise ValueError(fault)
-        return lark
 
     def close(self) -> None:
         """End the processes, once each is free."""
@@ -71,40 +78,56 @@ class GrammarChecker:
 
 class _CheckerProcess:
     def __init__(self, vocabulary: GrammarVocabulary) -> None:
-        # Neither fork, unsafe beside jax's threads, nor multiprocessing's spawn, which runs a user's script
-        # again.
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "jaxserve.structured.checker_process"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,  # a terminal's interrupt is for the server to handle
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-        )
-        if not self._ask(json.dumps([token.decode("latin-1") for token in vocabulary.tokens])):
+        """Start it. Raises CheckLostError where that fails."""
+        try:
+            # Neither fork, unsafe beside jax's threads, nor multiprocessing's spawn, which runs a user's
+            # script again.
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "jaxserve.structured.checker_process"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # a terminal's interrupt is for the server to handle
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            )
+        except OSError as error:
+            raise CheckLostError(f"no process to check it in: {error}") from error
+        self._stuck = False
+        """Whether it was ended here, for taking too long."""
+        if self._ask(json.dumps([token.decode("latin-1") for token in vocabulary.tokens])) is None:
             self.close()
-            raise RuntimeError(f"no process to check grammars in: exit {self._process.returncode}")
+            raise CheckLostError(f"no process to check it in: exit {self._process.returncode}")
 
     @property
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def ask(self, grammar: Grammar) -> tuple[str | None, str | None] | None:
-        """What the process says of a grammar; None if it did not outlive it."""
-        line = self._ask(json.dumps([grammar.kind, grammar.text]))
-        if line:
-            return json.loads(line)
-        self.close()
-        return None
+    def ask(self, grammar: Grammar) -> str:
+        """The Lark source of a grammar.
 
-    def last_words(self) -> str:
+        Raises ValueError where the process finds a fault in it or was ended by it; CheckLostError where the
+        process was ended from outside.
+        """
+        answer = self._ask(json.dumps([grammar.kind, grammar.text]))
+        if answer is None:
+            self.close()
+            raise self._last_words()
+        lark, fault = json.loads(answer)
+        if lark is None:
+            raise ValueError(fault)
+        return lark
+
+    def _last_words(self) -> ValueError | CheckLostError:
         """Why it ended."""
         code = self._process.returncode
         if code == -signal.SIGPROF:
-            return f"it takes over {MAX_SECONDS:g} s to compile"
+            return ValueError(f"it takes over {MAX_SECONDS:g} s to compile")
         if code == -signal.SIGABRT:
-            return f"it takes over {MAX_BYTES >> 20} MiB to compile"
-        return f"the compiler failed on it (exit {code})"
+            return ValueError(f"it takes over {MAX_BYTES >> 20} MiB to compile")
+        if -code in _FROM_OUTSIDE and not self._stuck:
+            name = signal.Signals(-code).name
+            return CheckLostError(f"the process that checked it was ended from outside ({name})")
+        return ValueError(f"the compiler failed on it (exit {code})")
 
     def close(self) -> None:
         for pipe in (self._process.stdin, self._process.stdout):
@@ -119,17 +142,22 @@ class _CheckerProcess:
             self._process.kill()
             self._process.wait()
 
-    def _ask(self, line: str) -> bytes:
-        """Send a line, return the answer's; nothing if the process has ended or had to be."""
+    def _ask(self, line: str) -> bytes | None:
+        """Send a line, return the answer's; None if the process has ended or had to be before its end."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        watchdog = threading.Timer(MAX_WALL_SECONDS, self._process.kill)
+        watchdog = threading.Timer(MAX_WALL_SECONDS, self._end_stuck)
         watchdog.start()
         try:
             self._process.stdin.write(line.encode() + b"\n")
             self._process.stdin.flush()
-            return self._process.stdout.readline()
+            answer = self._process.stdout.readline()
         except BrokenPipeError:
-            return b""
+            return None
         finally:
             watchdog.cancel()
+        return answer if answer.endswith(b"\n") else None
+
+    def _end_stuck(self) -> None:
+        self._stuck = True
+        self._process.kill()

@@ -84,7 +84,8 @@ class GrammarCompiler:
     def compile(self, grammar: Grammar) -> CompiledGrammar:
         """A grammar, compiled now or before. Call it off any loop that others wait for.
 
-        Raises ValueError, naming what is wrong or which limit was passed.
+        Raises ValueError, naming what is wrong or which limit was passed; CheckLostError, which is not kept,
+        if it could not be checked now.
         """
         with self._lock:
             known = self._cache.get(grammar)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxserve.commands.command import add_verbose_argument, loading, say, shows_status
 from jaxserve.commands.options import add_engine_arguments, read_engine_settings
@@ -13,7 +14,11 @@ from server.command import add_answer_arguments
 from server.route_arguments import model_name
 
 if TYPE_CHECKING:
+    from jaxserve.config import EngineConfig
+    from jaxserve.engine.build import EngineOptions
     from jaxserve.loop import HostLoop
+    from jaxserve.opened_model import OpenedModel
+    from jaxserve.run_manifest import RunManifest
     from server.batch.files import BatchFiles
     from server.batch.requests import Preparer
     from server.batch.run import BatchReport
@@ -31,7 +36,8 @@ when the last one has come. The same command takes up a run that was broken off.
 answered gets a record that says why, the rest go on, and the exit status is 3. Requests without a seed get
 one from --seed and their line, so that running a batch again gives the same answers."""
 _MANIFEST_HELP = """where all is written down that can change an answer or its speed, and that a run is held
-to which takes this one up; answers have its hash as system_fingerprint (default: OUT.manifest.json)"""
+to which takes this one up; answers have its hash as system_fingerprint (default: OUT.manifest.json). A later
+run that differs in speed alone writes one of its own beside it, with the hash in its name"""
 
 
 class Batch:
@@ -78,7 +84,9 @@ def _answer(args: argparse.Namespace, files: BatchFiles) -> BatchReport:
     with loading(args):
         with interrupts_deferred():  # Broken off in the middle, the import of jaxlib crashes.
             from jaxserve.offline import OfflineLoop
+            from jaxserve.structured import CheckLostError
             from server.batch.run import BatchRun
+            from server.core import ServiceError
         preparer, loop, fingerprint = _load(args, files)
     shown, done = shows_status(args), files.ledger.num_answered
     try:
@@ -93,8 +101,14 @@ def _answer(args: argparse.Namespace, files: BatchFiles) -> BatchReport:
                 on_progress=bar,
             ).run()
     except KeyboardInterrupt:
-        say(f"{files.ledger.num_answered} of {files.num_lines} lines have answers; the same command goes on")
+        say(_how_to_go_on(files))
         raise
+    except (ServiceError, CheckLostError) as error:
+        raise ValueError(f"{error}; {_how_to_go_on(files)}") from error
+
+
+def _how_to_go_on(files: BatchFiles) -> str:
+    return f"{files.ledger.num_answered} of {files.num_lines} lines have answers; the same command goes on"
 
 
 def _load(args: argparse.Namespace, files: BatchFiles) -> tuple[Preparer, HostLoop, str]:
@@ -103,34 +117,60 @@ def _load(args: argparse.Namespace, files: BatchFiles) -> tuple[Preparer, HostLo
 
     from jaxserve.engine.build import engine_options
     from jaxserve.opened_model import loop_of, open_model
-    from jaxserve.run_manifest import BATCH_PART
-    from server.batch.manifest import keep_manifest
+    from server.batch.manifest import KeptManifest
     from server.batch.requests import Preparer
     from server.core.intake import Intake
     from server.http.tool_speech import ToolSpeech
 
+    path = args.manifest or args.answers.with_name(f"{args.answers.name}.manifest.json")
+    kept = KeptManifest(path, first=not files.ledger.num_answered)
     slots = args.num_slots or (CPU_SLOTS if jax.default_backend() == "cpu" else DEVICE_SLOTS)
     options = engine_options(read_engine_settings(args, num_slots=slots))
     model = open_model(args.model, progress=shows_status(args))
+    kept.check(_manifest(args, model, options, model.configure(options)))  # before the weights are read
     engine = model.build_engine(options, progress=shows_status(args))
+    manifest = _manifest(args, model, options, engine.config, engine.kernels)
+    kept.keep(manifest)
     loop = loop_of(model, engine, options, prefix_caching=args.prefix_cache)
-    defaults = model.sampling_defaults if args.generation_config == "auto" else {}
-    name = args.name or model_name(args.model)
-    manifest = model.manifest(engine, options, prefix_caching=args.prefix_cache, sampling_defaults=defaults)
-    manifest = manifest.extended(
-        BATCH_PART, {"name": name, "seed": args.seed, "tool_parser": args.tool_parser}
-    )
-    path = args.manifest or args.answers.with_name(f"{args.answers.name}.manifest.json")
-    keep_manifest(manifest, path, first=not files.ledger.num_answered)
     preparer = Preparer(
-        name,
+        _name(args),
         model.tokenizer,
         loop,
-        Intake(model.tokenizer, loop.limits, defaults),
+        Intake(model.tokenizer, loop.limits, _sampling_defaults(args, model)),
         ToolSpeech(args.tool_parser),
         seed=args.seed,
     )
     return preparer, loop, manifest.digest
+
+
+def _manifest(
+    args: argparse.Namespace,
+    model: OpenedModel,
+    options: EngineOptions,
+    config: EngineConfig,
+    kernels: Mapping[str, str] | None = None,
+) -> RunManifest:
+    """All that can change an answer or its speed; the kernels as far as they are known."""
+    from jaxserve.run_manifest import BATCH_PART
+
+    manifest = model.manifest(
+        config,
+        options,
+        kernels=kernels,
+        prefix_caching=args.prefix_cache,
+        sampling_defaults=_sampling_defaults(args, model),
+    )
+    own = {"name": _name(args), "seed": args.seed, "tool_parser": args.tool_parser}
+    return manifest.extended(BATCH_PART, own)
+
+
+def _name(args: argparse.Namespace) -> str:
+    """What requests call the model."""
+    return args.name or model_name(args.model)
+
+
+def _sampling_defaults(args: argparse.Namespace, model: OpenedModel) -> Mapping[str, Any]:
+    return model.sampling_defaults if args.generation_config == "auto" else {}
 
 
 def _summary(args: argparse.Namespace, files: BatchFiles, report: BatchReport | None) -> str:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import TracebackType
 
 from server.batch.journal import Journal
@@ -36,6 +38,8 @@ class BatchFiles:
         with ExitStack() as stack:
             self.ledger = stack.enter_context(Ledger())
             self.journal = stack.enter_context(Journal(_journal_path(answers), self.ledger))
+            if self.journal.path != answers and self.journal.is_new and answers.exists():
+                raise ValueError(f"{answers} has just been written by another process; try again")
             self.num_lines = _check_belongs(batch, self.lines, answers, self.ledger)
             self._closing = stack.pop_all()
 
@@ -74,10 +78,13 @@ def _journal_path(answers: Path) -> Path:
 
     journal = answers.with_name(f"{answers.name}.partial.jsonl")
     if answers.exists() and not journal.exists():
-        copy = answers.with_name(f"{answers.name}.restored.jsonl")
-        with copy.open("wb") as file:
-            file.writelines(map(as_line, read_answers(answers)))
-        copy.replace(journal)
+        with TemporaryDirectory(dir=answers.parent, prefix=f"{answers.name}.") as folder:
+            copy = Path(folder) / journal.name
+            with copy.open("wb") as file:
+                file.writelines(map(as_line, read_answers(answers)))
+            # Unlike a rename, this leaves alone what another process has put there meanwhile.
+            with suppress(FileExistsError):
+                os.link(copy, journal)
     return journal
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 from pathlib import Path
 from types import TracebackType
+from typing import BinaryIO
 
 from jaxserve.interrupts import interrupts_deferred
 from server.batch.ledger import Ledger
@@ -31,10 +33,9 @@ class Journal:
         """
         self.path = path
         self._ledger = ledger
-        self._is_new = not path.exists()
-        self._file = path.open("a+b")
+        self._file, self.is_new = _open_locked(path)
+        """And whether it was made here."""
         try:
-            self._lock()
             self._end = self._read()
         except BaseException:
             self.close()
@@ -54,9 +55,9 @@ class Journal:
 
     def close(self) -> None:
         """Let go of the file; one that was made here and got no record is gone."""
-        self._file.close()
-        if self._is_new and self.path.exists() and self.path.stat().st_size == 0:
-            self.path.unlink()
+        with self._file:  # Whoever opens it before it is gone cannot lock it.
+            if self.is_new and not os.fstat(self._file.fileno()).st_size and _has_name(self._file, self.path):
+                self.path.unlink()
 
     def __enter__(self) -> Journal:
         return self
@@ -65,13 +66,6 @@ class Journal:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _lock(self) -> None:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._is_new = False
-            raise ValueError(f"{self.path} is being written by another process") from None
 
     def _read(self) -> int:
         """Take the records into the ledger; return where the last whole one ends."""
@@ -92,6 +86,32 @@ class Journal:
             raise ValueError(f"{self.path}:{number}: {error}; {_HINT}") from error
         if not self._ledger.add(head):
             raise ValueError(f"{self.path}:{number}: line {head.number} of the batch is answered twice")
+
+
+def _open_locked(path: Path) -> tuple[BinaryIO, bool]:
+    """The file of that name, for this process alone, and whether it is new.
+
+    Raises ValueError for one that another process has open.
+    """
+    while True:
+        is_new = not path.exists()
+        file = path.open("a+b")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            raise ValueError(f"{path} is being written by another process") from None
+        if _has_name(file, path):
+            return file, is_new
+        file.close()  # Who had it open has removed it before it could be locked here.
+
+
+def _has_name(file: BinaryIO, path: Path) -> bool:
+    """Whether this is still the file of that name."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _check_torn(path: Path, number: int, data: bytes) -> None:

@@ -102,7 +102,9 @@ def _open(path: Path) -> pq.ParquetFile:
 def _line(row: dict[str, Any]) -> bytes:
     body = row["body"]
     body = _parsed(body) if isinstance(body, str) else _without_nulls(body)
-    return json.dumps({**row, "body": body}, ensure_ascii=False, default=_named_type).encode()
+    text = json.dumps({**row, "body": body}, ensure_ascii=False, default=_named_type)
+    # Half of a surrogate pair becomes JSON's escape of it, which is refused where the line is read.
+    return text.encode(errors="backslashreplace")
 
 
 def _parsed(body: str) -> Any:

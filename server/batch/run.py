@@ -16,9 +16,9 @@ from server.batch.lines import InputLine
 from server.batch.records import Json, answered, refused, unusable
 from server.batch.requests import LineRequest, PreparedRequest, Preparer, read_line
 from server.batch.sweep import Sweep
-from server.core import ServiceError
+from server.core import ServiceError, Status
 from server.http.answers import new_name
-from server.http.errors import ApiError, from_service
+from server.http.errors import ApiError, bad_request, from_service
 
 READ_AHEAD = 1024
 """Lines that are read before their turn, and put in an order in which prompts that begin alike meet."""
@@ -106,7 +106,11 @@ class BatchRun:
         self._num_prompt_tokens = self._num_cached_tokens = self._num_tokens = 0
 
     def run(self) -> BatchReport:
-        """Answer every line that has no answer. Raises OSError where one cannot be written."""
+        """Answer every line that has no answer.
+
+        Raises OSError where one cannot be written; ServiceError, UNAVAILABLE, or CheckLostError where it
+        cannot be found out now what a line would get. What has been answered is kept.
+        """
         started = time.monotonic()
         try:
             while self._advance():
@@ -180,19 +184,29 @@ class BatchRun:
         try:
             self._sweep.add(self._preparer.prepare(asked))
         except ApiError as error:
-            self._refuse(asked, error)
+            self._refuse(asked.line, asked.custom_id, error)
         except ServiceError as error:
-            self._refuse(asked, from_service(error))
+            if error.status is Status.UNAVAILABLE:  # An answer is for good, and this one is for now.
+                raise
+            self._refuse(asked.line, asked.custom_id, from_service(error))
 
-    def _refuse(self, asked: LineRequest, error: ApiError) -> None:
-        self._files.journal.append(refused(asked.line, asked.custom_id, new_name("req"), error))
+    def _refuse(self, line: InputLine, custom_id: str, error: ApiError) -> None:
+        self._files.journal.append(refused(line, custom_id, new_name("req"), error))
 
     def _start(self, request: PreparedRequest) -> None:
         opened = _OpenRequest(request)
-        self._num_open += request.num_samples
-        for index, prompt in enumerate(request.prompts):
-            sink = functools.partial(self._on_delta, opened, index)
-            self._loop.submit(prompt.encoded, prompt.params, sink, prompt.terms)
+        names: list[str] = []
+        try:
+            for index, prompt in enumerate(request.prompts):
+                sink = functools.partial(self._on_delta, opened, index)
+                names.append(self._loop.submit(prompt.encoded, prompt.params, sink, prompt.terms))
+        except (
+            ValueError
+        ) as error:  # Its grammar was forgotten since the line was read, and now takes too long.
+            self._loop.abort(names)
+            self._refuse(request.line, request.custom_id, bad_request(str(error)))
+        else:
+            self._num_open += request.num_samples
 
     def _on_delta(self, opened: _OpenRequest, index: int, delta: AnswerDelta) -> None:
         self._num_tokens += len(delta.token_ids)

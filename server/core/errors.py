@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from enum import Enum
 
+from jaxserve.loop import LoopStoppedError
+from jaxserve.structured import CheckLostError
+
+RETRY_SECONDS = 1.0
+"""After which what was too much or gone for now may be there again."""
+
 
 class Status(Enum):
     """Why a request was not answered. The names are gRPC's."""
@@ -19,7 +25,8 @@ class Status(Enum):
     CANCELLED = "cancelled"
     """By the client."""
     UNAVAILABLE = "unavailable"
-    """The server is going away; another one may answer."""
+    """The server is going away, or what it needs for this request is gone for now; another one may answer,
+    or this one after `retry_after`."""
     UNIMPLEMENTED = "unimplemented"
     """The server does not have what the request asks for."""
     INTERNAL = "internal"
@@ -69,3 +76,12 @@ def deadline_passed() -> ServiceError:
 def engine_failed() -> ServiceError:
     """What clients are told when the engine has stopped; the log has the cause."""
     return ServiceError(Status.INTERNAL, "the engine has failed and serves nothing any more")
+
+
+def from_engine(error: LoopStoppedError | CheckLostError | ValueError) -> ServiceError:
+    """What a client is told whose request the engine does not take, or no longer."""
+    if isinstance(error, LoopStoppedError):
+        return engine_failed()
+    if isinstance(error, CheckLostError):
+        return ServiceError(Status.UNAVAILABLE, str(error), RETRY_SECONDS)
+    return ServiceError(Status.INVALID_ARGUMENT, str(error))

@@ -9,7 +9,8 @@ from types import TracebackType
 from jaxserve.async_engine import AnswerStream
 from jaxserve.loop import LoopStoppedError
 from jaxserve.outputs import AnswerDelta, RequestOutput
-from server.core.errors import ServiceError, Status, deadline_passed, engine_failed
+from jaxserve.structured import CheckLostError
+from server.core.errors import ServiceError, Status, deadline_passed, from_engine
 from server.core.requests import Choice, Receipt
 from server.core.telemetry.watch import StreamWatch
 
@@ -56,8 +57,8 @@ class Generation:
         except asyncio.CancelledError:
             await self.aclose()
             raise
-        except LoopStoppedError as error:
-            failure = engine_failed()
+        except (LoopStoppedError, CheckLostError, ValueError) as error:
+            failure = from_engine(error)
             self.fail(failure)
             raise failure from error
         self._end_if_expired(delta)

@@ -8,11 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 from jaxserve.gates import GrammarSource
 from jaxserve.plan import Grammar
-from server.core.errors import ServiceError, Status
+from jaxserve.structured import CheckLostError
+from server.core.errors import RETRY_SECONDS, ServiceError, Status
 
 MAX_CHECKS = 64
 """At once. The compiler tries out fewer, but each that waits for it has a thread: known ones pass them by."""
-_RETRY_SECONDS = 1.0
 
 
 class GrammarChecks:
@@ -26,7 +26,8 @@ class GrammarChecks:
 
     async def check(self, grammar: Grammar | None) -> None:
         """Raise ServiceError: INVALID_ARGUMENT for a grammar that is malformed or takes too much to follow,
-        RESOURCE_EXHAUSTED where too many wait, UNIMPLEMENTED where the engine follows none."""
+        RESOURCE_EXHAUSTED where too many wait, UNAVAILABLE where what checks them is gone for now,
+        UNIMPLEMENTED where the engine follows none."""
         if grammar is None or self._source is None:
             follow(self._source, grammar)
             return
@@ -34,7 +35,7 @@ class GrammarChecks:
             raise ServiceError(
                 Status.RESOURCE_EXHAUSTED,
                 f"{MAX_CHECKS} grammars wait to be compiled already, which is the limit",
-                _RETRY_SECONDS,
+                RETRY_SECONDS,
                 reason="grammars",
             )
         work = self._threads.submit(follow, self._source, grammar)
@@ -46,8 +47,8 @@ class GrammarChecks:
 def follow(source: GrammarSource | None, grammar: Grammar | None) -> None:
     """Compile a grammar, which takes a while the first time.
 
-    Raises ServiceError: INVALID_ARGUMENT for one that is malformed or takes too much to follow,
-    UNIMPLEMENTED where there is nothing to follow it.
+    Raises ServiceError: INVALID_ARGUMENT for one that is malformed or takes too much to follow, UNAVAILABLE
+    for one that could not be checked now, UNIMPLEMENTED where there is nothing to follow it.
     """
     if grammar is None:
         return
@@ -59,3 +60,5 @@ def follow(source: GrammarSource | None, grammar: Grammar | None) -> None:
         source.compile(grammar)
     except ValueError as error:
         raise ServiceError(Status.INVALID_ARGUMENT, f"grammar {error}") from error
+    except CheckLostError as error:
+        raise ServiceError(Status.UNAVAILABLE, f"grammar {grammar.kind}: {error}", RETRY_SECONDS) from error

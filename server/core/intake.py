@@ -33,10 +33,17 @@ class Intake:
         """Those of a checked request's prompt. Raises ServiceError as `render` and `encode` do."""
         if request.token_ids is not None:
             return request.token_ids
+        return self.encode(*self.text(request))
+
+    def text(self, request: GenerateRequest) -> tuple[str, bool]:
+        """The prompt of a checked request that has no token ids, and whether special tokens are added to it.
+
+        Raises ServiceError as `render` does.
+        """
         if request.messages is not None:
-            return self.encode(self.render(request.messages, request.template_variables), False)
+            return self.render(request.messages, request.template_variables), False
         assert request.text is not None, "the request has been checked"
-        return self.encode(request.text, request.add_special_tokens)
+        return request.text, request.add_special_tokens
 
     def render(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> str:
         """A conversation as one text, by the chat template.
@@ -49,17 +56,16 @@ class Intake:
             raise ServiceError(Status.INVALID_ARGUMENT, str(error)) from error
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text. Raises ServiceError as `check_text` does."""
-        self.check_text(text)
-        return self._tokenizer.encode(text, add_special_tokens)
+        """Token ids of a text.
 
-    def check_text(self, text: str) -> None:
-        """Raise ServiceError, INVALID_ARGUMENT, for a text that is longer than any sequence could spell."""
+        Raises ServiceError, INVALID_ARGUMENT, for one that is longer than any sequence could spell.
+        """
         if len(text) > self._longest_text:
             raise ServiceError(
                 Status.INVALID_ARGUMENT,
                 f"the text has {len(text)} characters; the limit is {self._longest_text}",
             )
+        return self._tokenizer.encode(text, add_special_tokens)
 
     def params(self, request: GenerateRequest, num_prompt: int) -> SamplingParams:
         """The parameters in force. Raises ValueError where what the prompt leaves is out of their range."""

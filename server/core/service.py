@@ -17,8 +17,9 @@ from jaxserve.loop import LoopStoppedError
 from jaxserve.outputs import RequestOutput
 from jaxserve.plan import EngineLimits
 from jaxserve.scheduling import CacheScope, KvSnapshot, OverloadError, ServiceTerms
+from jaxserve.structured import CheckLostError
 from jaxserve.text import Message, Tokenizer
-from server.core.errors import ServiceError, Status, deadline_passed, engine_failed
+from server.core.errors import ServiceError, Status, deadline_passed, engine_failed, from_engine
 from server.core.generation import Generation
 from server.core.grammars import GrammarChecks
 from server.core.identity import ModelIdentity
@@ -142,10 +143,9 @@ class Service:
     async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. Raises ServiceError, INVALID_ARGUMENT, for one that is longer
         than any sequence could spell."""
-        self._intake.check_text(text)
         if len(text) < _LONG_TEXT:
-            return self.tokenizer.encode(text, add_special_tokens)
-        return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens)
+            return self._intake.encode(text, add_special_tokens)
+        return await asyncio.to_thread(self._intake.encode, text, add_special_tokens)
 
     async def tokenize_messages(
         self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None
@@ -237,12 +237,10 @@ class Service:
         try:
             request = replace(request, params=self._intake.params(request, len(token_ids)))
             stream = self.engine.submit(token_ids, request.params, name, prompt=request.text, terms=terms)
-        except ValueError as error:
-            raise ServiceError(Status.INVALID_ARGUMENT, str(error)) from error
         except OverloadError as error:
             raise _overloaded(error, terms) from error
-        except LoopStoppedError as error:
-            raise engine_failed() from error
+        except (LoopStoppedError, CheckLostError, ValueError) as error:
+            raise from_engine(error) from error
         watch = self.statistics.watch(arrival, request.params.n)
         timers: list[asyncio.TimerHandle] = []
         reuses = self.engine.kv_events is not None
@@ -290,10 +288,8 @@ class Service:
     async def _encode(self, request: GenerateRequest) -> Sequence[int]:
         if request.token_ids is not None:
             return request.token_ids
-        if request.messages is not None:
-            return await self.tokenize_messages(request.messages, request.template_variables)
-        assert request.text is not None, "the request has been checked"
-        return await self.tokenize(request.text, add_special_tokens=request.add_special_tokens)
+        text, add_special_tokens = self._intake.text(request)
+        return await self.tokenize(text, add_special_tokens=add_special_tokens)
 
     def _report(self, record: RequestRecord) -> None:
         self.statistics.count(record)

@@ -9,9 +9,9 @@ from jaxserve.bench.asks import Ask
 from jaxserve.bench.cells import cells_of, digest_of_plan
 from jaxserve.bench.config import BenchConfig
 from jaxserve.bench.facts import Served
-from jaxserve.bench.machine import Machine
 from jaxserve.bench.result import CellResult, CellRun, Check, Result
 from jaxserve.bench.traffic import Outcome, Run, Usage
+from jaxserve.machine import Machine
 
 CONFIG = BenchConfig.from_mapping(
     {"requests": 4, "matrix": {"uncached": [8], "output": [5], "concurrency": [1, 2], "cache": ["cold"]}}

@@ -11,6 +11,10 @@ import pytest
 pytest.importorskip("starlette", reason="needs the server extra")
 pytest.importorskip("httpx", reason="needs the bench extra")
 
+from jaxserve.bench import cells
+from jaxserve.bench import run as bench_run
+from jaxserve.bench.cells import digest_of_plan
+from jaxserve.bench.config import BenchConfig
 from jaxserve.bench.result import Result
 from jaxserve.cli import main
 from tests.bench.results import CELLS, CONFIG, result
@@ -146,6 +150,46 @@ def test_a_reference_of_other_requests_is_refused(
     assert main(["bench", "compare", str(path), str(path), "--ttft", "-1"]) == 2
     assert "--ttft -1.0 is not a number of seconds above 0" in capsys.readouterr().err
     assert Result.read(path).config_digest == CONFIG.digest
+
+
+def test_an_evaluation_is_read_before_the_work(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "report.json"
+    path.write_text("{}")
+    nobody = ["bench", "run", str(config), "--url", "http://127.0.0.1:1"]
+    assert main([*nobody, "--evaluation", str(path)]) == 2
+    assert "report.json: not a report of `jaxserve evaluate --json`" in capsys.readouterr().err
+    assert main([*nobody, "--evaluation", str(tmp_path / "nonesuch.json")]) == 2
+    assert "nonesuch.json: no such file" in capsys.readouterr().err
+
+
+def test_a_plan_is_named_once(
+    server: HttpServer, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, again = tmp_path / "first.json", tmp_path / "again.json"
+    run = ["bench", "run", str(config), "--url", server.url]
+    assert main([*run, "--json", str(path)]) == 0
+    names: list[str] = []
+
+    def counted(plan: BenchConfig) -> str:
+        names.append(name := digest_of_plan(plan))
+        return name
+
+    for module in (cells, bench_run):
+        monkeypatch.setattr(module, "digest_of_plan", counted)
+    assert main([*run, "--json", str(again), "--reference", str(path)]) == 0
+    assert names == [Result.read(path).plan_digest] == [Result.read(again).plan_digest]
+
+
+def test_an_evaluation_is_a_check_of_the_result(
+    server: HttpServer, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "report.json"
+    report = {"model": {"precision": "int4", "kv_format": "int8"}, "passed": True, "verdicts": [{}]}
+    path.write_text(json.dumps(report))
+    assert main(["bench", "run", str(config), "--url", server.url, "--evaluation", str(path)]) == 1
+    assert "check not passed: evaluation: report.json is about int4, KV int8" in capsys.readouterr().err
 
 
 @pytest.mark.slow

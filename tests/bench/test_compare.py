@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from jaxserve.bench.compare import Verdict, compare, comparison_table
 from jaxserve.bench.config import Quality
-from jaxserve.bench.machine import Machine
-from jaxserve.bench.quality import check_evaluation, check_reference
+from jaxserve.bench.quality import Evaluation, check_evaluation, check_reference
 from jaxserve.bench.result import Check, Result
 from jaxserve.bench.summary import table
+from jaxserve.machine import Machine
 from tests.bench.results import CELLS, result
 
 STEADY = (1.0, 1.01, 0.99)
@@ -129,10 +129,10 @@ def test_an_evaluation_counts_for_its_own_precision_alone(tmp_path: Path) -> Non
         ("bfloat16", "true", False),
     ):
         path.write_text(report % (precision, passed))
-        assert check_evaluation(path, served).passed is expected
+        assert check_evaluation(Evaluation.read(path), served).passed is expected
     path.write_text("{}")
     with pytest.raises(ValueError, match="not a report of `jaxserve evaluate --json`"):
-        check_evaluation(path, served)
+        Evaluation.read(path)
 
 
 def test_a_result_is_read_as_it_was_written(tmp_path: Path) -> None:

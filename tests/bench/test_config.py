@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.bench.asks import Ask, Draw
+from jaxserve.bench.asks import Ask, Draw, digest_of, plan_digest
 from jaxserve.bench.cells import cells_of, digest_of_plan, schedule
 from jaxserve.bench.config import BenchConfig
 
@@ -29,6 +30,12 @@ FULL: dict[str, Any] = {
     "sampling": {"greedy": {}, "warm": {"temperature": 0.7, "top_p": 0.9}},
     "scenario": SCENARIOS,
 }
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_a_plan_s_name_is_that_of_its_list(count: int) -> None:
+    listed = [Ask(token_ids=[place], max_tokens=2) for place in range(count)]
+    assert plan_digest(iter(listed)) == digest_of([asdict(ask) for ask in listed])
 
 
 def asks(config: BenchConfig) -> dict[tuple[str, int], list[Ask]]:

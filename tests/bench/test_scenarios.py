@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import os
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +16,7 @@ pytest.importorskip("starlette", reason="needs the server extra")
 pytest.importorskip("httpx", reason="needs the bench extra")
 
 from jaxserve.bench.config import BenchConfig
+from jaxserve.bench.faults import kill_grammar_checkers
 from jaxserve.bench.result import CellRun
 from jaxserve.bench.run import Address, run_benchmark
 from jaxserve.bench.summary import inversions, remarks
@@ -153,6 +156,33 @@ def test_a_command_breaks_what_it_breaks_and_must_not_fail(tmp_path: Path) -> No
             scenario(server, "failure", **command, command=["false"])
 
 
+def test_a_command_ends_with_the_run_that_is_broken_off(tmp_path: Path) -> None:
+    told = tmp_path / "pid"
+    command = ["sh", "-c", f"echo $$ > {told}; exec sleep 60"]
+    failure = {"kind": "failure", "breaks": "command", "requests": 1, "at": 0.0, "command": command} | SMALL
+    with http_server() as server:
+        result = bench(server, {"max_seconds": 1.0, "scenario": {"failure": failure}})
+    assert result.left_out == ["failure, repeat 1 of 1: there was no time for it"]
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(told.read_text()), 0)
+
+
+def test_a_checker_that_has_just_ended_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    named = [sys.executable, "-c", "import time; time.sleep(60)", "jaxserve.structured.checker_process"]
+    found: list[int] = []
+
+    def kill(pid: int, number: int) -> None:
+        found.append(pid)
+        raise ProcessLookupError
+
+    with subprocess.Popen(named) as checker:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "kill", kill)
+            assert kill_grammar_checkers(os.getpid()) == len(found)
+        assert checker.pid in found
+        checker.kill()
+
+
 def test_answers_that_never_end_are_given_up() -> None:
     class Stuck(PacedEngine):
         pace = 0.5
@@ -168,7 +198,7 @@ def test_what_there_is_no_time_for_is_left_out_and_said() -> None:
     with http_server() as server:
         slow = {"kind": "burst", "size": 1, "bursts": 2, "every": 5.0} | SMALL
         result = bench(server, {"max_seconds": 1.0, "repeats": 2, "scenario": {"slow": slow}})
-    assert result.left_out == ["slow, repeat 1 of 2", "slow, repeat 2 of 2"]
+    assert result.left_out == [f"slow, repeat {repeat} of 2: there was no time for it" for repeat in (1, 2)]
     assert result.cells[0].runs == []
 
 

@@ -8,6 +8,7 @@ import threading
 import pytest
 
 from jaxserve.plan import Grammar
+from jaxserve.structured import CheckLostError
 from server.core import ServiceError, Status
 from server.core.grammars import MAX_CHECKS, GrammarChecks
 
@@ -23,6 +24,8 @@ class Slow:
             assert self.released.wait(30)
         if grammar.text == "bad":
             raise ValueError("regex: no such thing")
+        if grammar.text == "lost":
+            raise CheckLostError("its process has gone")
         return self
 
     def matcher(self, *args: object) -> object:
@@ -39,6 +42,15 @@ def test_a_fault_is_the_client_s() -> None:
     with pytest.raises(ServiceError, match="grammar regex: no such thing") as refused:
         asyncio.run(GrammarChecks(source).check(Grammar("regex", "bad")))  # type: ignore[arg-type]
     assert refused.value.status is Status.INVALID_ARGUMENT
+
+
+def test_a_lost_check_is_worth_another_try() -> None:
+    source = Slow()
+    source.released.set()
+    with pytest.raises(ServiceError, match="grammar regex: its process has gone") as refused:
+        asyncio.run(GrammarChecks(source).check(Grammar("regex", "lost")))  # type: ignore[arg-type]
+    assert refused.value.status is Status.UNAVAILABLE
+    assert refused.value.retry_after == 1.0
 
 
 def test_known_grammars_pass_by_slow_ones_and_too_many_are_told_to_come_back() -> None:

@@ -18,6 +18,10 @@ def routes(*arguments: str) -> list[RouteArguments]:
     return read_route_arguments(parser.parse_args(arguments))
 
 
+def policy_of(route: RouteArguments) -> SchedulerPolicy:
+    return route.read_frozen()[0]
+
+
 def test_models_are_routes_by_their_own_names_and_the_first_is_the_default() -> None:
     first, second, third = routes(
         "owner/a", "b", "--route", "chat=smollm2-135m,fallback=b", "--dtype", "bfloat16"
@@ -65,18 +69,18 @@ def test_a_route_s_policy_is_the_file_s_with_its_own_longest_queue(tmp_path: Pat
         "--route",
         f"short=m,policy={file},max_waiting=2",
     )
-    assert default.read_policy() == SchedulerPolicy()
+    assert policy_of(default) == SchedulerPolicy()
     assert (default.prefix_cache, cold.prefix_cache, short.prefix_cache) == (True, False, True)
-    assert [(one.read_policy().order, one.read_policy().max_waiting) for one in (cold, short)] == [
+    assert [(policy_of(one).order, policy_of(one).max_waiting) for one in (cold, short)] == [
         ("fcfs", 9),
         ("fcfs", 2),
     ]
     common = routes("a", "b", "--policy", str(file), "--no-prefix-cache", "--max-waiting", "3")
-    assert [one.read_policy().max_waiting for one in common] == [3, 3]
+    assert [policy_of(one).max_waiting for one in common] == [3, 3]
     assert not any(one.prefix_cache for one in common)
     file.write_text("order = 'backwards'")
     with pytest.raises(ValueError, match="backwards"):
-        short.read_policy()
+        policy_of(short)
 
 
 @pytest.mark.parametrize(

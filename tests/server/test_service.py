@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from jaxserve.loop import HostLoop
 from jaxserve.plan import SamplingParams
+from jaxserve.structured import CheckLostError
 from server.core import HTTP_CODES, GenerateRequest, RequestRecord, Service, ServiceError, Status
 from server.core.generation import Generation
 from tests.fake_engine import FakeEngine
@@ -345,5 +348,38 @@ def test_load_counts_pages_under_a_paced_device() -> None:
             assert load.num_pages == 256
             for stream in streams:
                 await stream.aclose()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("fault", "status"),
+    [
+        (ValueError("regex: it takes over 1 s"), Status.INVALID_ARGUMENT),
+        (CheckLostError("its process has gone"), Status.UNAVAILABLE),
+    ],
+)
+def test_what_the_engine_does_not_take_after_all_ends_with_a_status_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, fault: Exception, status: Status
+) -> None:
+    check = HostLoop.check
+
+    def check_again(loop: HostLoop, *args: Any) -> None:
+        if threading.current_thread().name == "jaxserve-loop":
+            raise fault
+        check(loop, *args)
+
+    async def main() -> None:
+        async with serving() as (service, _):
+            records: list[RequestRecord] = []
+            service.observers.append(records.append)
+            with monkeypatch.context() as patch:
+                patch.setattr(HostLoop, "check", check_again)
+                generation = await service.generate(GenerateRequest(text="x", params=GREEDY))
+                with pytest.raises(ServiceError, match=str(fault)) as caught:
+                    await anext(generation)
+            assert caught.value.status is status
+            assert [record.error for record in records] == [caught.value]
+            assert await answer(service, GenerateRequest(text="x", params=GREEDY)) == expected("x", GREEDY)
 
     asyncio.run(main())

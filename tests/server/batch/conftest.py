@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 
@@ -124,6 +125,18 @@ def run_over(
             loop.check_integrity()
             assert loop.num_open == loop.num_running == 0 or loop.failure is not None
     return report
+
+
+def removing_before_the_lock(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have another process remove the file between its opening and its first lock."""
+    flock, left = fcntl.flock, [path]
+
+    def lock(file: BinaryIO, operation: int) -> None:
+        if left:
+            left.pop().unlink()
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", lock)
 
 
 def comparable(record: Json) -> Json:

@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 
+from jaxserve.offline import OfflineLoop
+from jaxserve.prompts import EncodedPrompt
+from jaxserve.structured import CheckLostError
 from tests.fake_model import FakeModel, byte_tokenizer, fake_limits
 from tests.fake_sequence import expected_answer
 from tests.server.batch.conftest import CHAT, Run, by_name, chat, completion, read_lines, request
@@ -253,3 +256,28 @@ def test_a_line_of_many_megabytes_is_refused_and_passed_over(
 def test_an_empty_batch_has_no_answers(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run([]) == 0
     assert capsys.readouterr().out.endswith("0 answers, 0 errors; nothing was left to do\n")
+
+
+@pytest.mark.parametrize("fault", [ValueError("regex: it takes over 1 s"), CheckLostError("it has gone")])
+def test_a_line_whose_grammar_is_not_compiled_again_is_refused_and_a_lost_check_ends_the_run(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Exception
+) -> None:
+    submit = OfflineLoop.submit
+
+    def fails_for_two(loop: OfflineLoop, prompt: EncodedPrompt, *args: Any) -> str:
+        if prompt.text == "two":
+            raise fault
+        return submit(loop, prompt, *args)
+
+    lines = [completion("a"), completion("b", ["one", "two"]), completion("c")]
+    with monkeypatch.context() as patch:
+        patch.setattr(OfflineLoop, "submit", fails_for_two)
+        lost = isinstance(fault, CheckLostError)
+        assert run(lines) == (2 if lost else 3)
+    if lost:
+        assert run(lines) == 0
+    records = by_name(tmp_path / "out.jsonl")
+    statuses = {name: record["response"]["status_code"] for name, record in records.items()}
+    assert statuses == {"a": 200, "b": 200 if lost else 400, "c": 200}
+    if not lost:
+        assert records["b"]["response"]["body"]["error"]["message"] == str(fault)

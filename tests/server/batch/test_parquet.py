@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ pa = pytest.importorskip("pyarrow", reason="needs the parquet extra")
 pq = pytest.importorskip("pyarrow.parquet", reason="needs the parquet extra")
 
 from jaxserve.cli import main  # noqa: E402
+from server.batch import parquet  # noqa: E402
 from server.batch.files import BatchFiles  # noqa: E402
 from tests.fake_engine import FakeEngine  # noqa: E402
 from tests.fake_model import FakeModel, fake_limits  # noqa: E402
@@ -24,6 +26,7 @@ from tests.server.batch.conftest import (  # noqa: E402
     comparable,
     completion,
     read_lines,
+    removing_before_the_lock,
     run_over,
     write_lines,
 )
@@ -118,6 +121,21 @@ def test_a_bad_body_is_one_rows_error(tmp_path: Path, body: str | None, complain
     assert by_name(tmp_path / "out.jsonl")["a"]["error"]["message"] == f"line 1: {complaint}"
 
 
+@pytest.mark.parametrize("body", [r'{"prompt": "\ud800"}', r'{"prompt": "\\\ud800"}', r'{"\udfff": 1}'])
+def test_half_a_surrogate_pair_is_one_rows_error_as_it_is_a_lines(tmp_path: Path, body: str) -> None:
+    good = completion("good")
+    line = json.dumps(good | {"custom_id": "half", "body": {}}).replace("{}", body)
+    run_over(write_lines(tmp_path / "in.jsonl", [line, good]), tmp_path / "lines.jsonl")
+    columns = {name: [good[name]] * 2 for name in ("method", "url")}
+    table = pa.table({"custom_id": ["half", "good"], **columns, "body": [body, json.dumps(good["body"])]})
+    pq.write_table(table, tmp_path / "in.parquet")
+    run_over(tmp_path / "in.parquet", tmp_path / "rows.jsonl")
+    lines, rows = (by_name(tmp_path / name) for name in ("lines.jsonl", "rows.jsonl"))
+    assert rows[None]["error"] == lines[None]["error"]
+    assert "unpaired surrogate" in rows[None]["error"]["message"]
+    assert rows["good"]["response"]["status_code"] == 200
+
+
 def test_a_name_of_another_type_is_one_rows_error(tmp_path: Path) -> None:
     table = pa.table(
         {"custom_id": [b"a"], "method": ["POST"], "url": ["/v1/completions"], "body": ['{"prompt": "x"}']}
@@ -153,6 +171,39 @@ def test_a_finished_file_is_taken_up_when_rows_are_added(tmp_path: Path) -> None
     after = records_of(answers)
     assert after.pop("late")["response"]["status_code"] == 200
     assert after == first
+
+
+def test_what_another_run_has_restored_is_not_written_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch, answers = write_rows(tmp_path / "in.parquet", LINES[:1]), tmp_path / "out.parquet"
+    run_over(batch, answers)
+    journal = tmp_path / "out.parquet.partial.jsonl"
+    read_answers, theirs = parquet.read_answers, []
+
+    def meanwhile(path: Path) -> Iterator[Json]:
+        write_lines(journal, records := list(read_answers(path)))
+        theirs.append(journal.stat().st_ino)
+        yield from records
+
+    monkeypatch.setattr(parquet, "read_answers", meanwhile)
+    with BatchFiles(batch, answers) as files:
+        assert files.num_left == 0
+        assert theirs == [journal.stat().st_ino]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.parquet", "out.parquet", journal.name]
+
+
+def test_a_run_that_another_has_just_finished_is_not_begun_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch, answers = write_rows(tmp_path / "in.parquet", LINES[:1]), tmp_path / "out.parquet"
+    run_over(batch, answers)
+    before = answers.read_bytes()
+    removing_before_the_lock(tmp_path / "out.parquet.partial.jsonl", monkeypatch)
+    with pytest.raises(ValueError, match=r"out\.parquet has just been written by another process"):
+        BatchFiles(batch, answers)
+    assert answers.read_bytes() == before
+    assert not (tmp_path / "out.parquet.partial.jsonl").exists()
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from tests.server.batch.conftest import (
     comparable,
     completion,
     read_lines,
+    removing_before_the_lock,
     run_over,
     write_lines,
 )
@@ -176,6 +177,32 @@ def test_two_runs_cannot_write_the_same_answers(tmp_path: Path) -> None:
     run_over(batch, tmp_path / "out.jsonl")
 
 
+def test_an_empty_file_is_removed_before_another_run_can_take_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch, answers = write_lines(tmp_path / "in.jsonl", [completion("a")]), tmp_path / "out.jsonl"
+    files = BatchFiles(batch, answers)
+    unlink = Path.unlink
+
+    def meanwhile(path: Path) -> None:
+        with pytest.raises(ValueError, match="is being written by another process"):
+            BatchFiles(batch, path)
+        unlink(path)
+
+    monkeypatch.setattr(Path, "unlink", meanwhile)
+    files.close()
+    assert not answers.exists()
+
+
+def test_a_file_that_is_removed_before_it_is_locked_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch, answers = write_lines(tmp_path / "in.jsonl", [completion("a")]), tmp_path / "out.jsonl"
+    removing_before_the_lock(answers, monkeypatch)
+    run_over(batch, answers)
+    assert by_name(answers).keys() == {"a"}
+
+
 def test_what_was_answered_before_the_device_failed_is_kept(tmp_path: Path) -> None:
     lines = [completion(f"c{number}") for number in range(40)]
     batch, answers = write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
@@ -186,6 +213,22 @@ def test_what_was_answered_before_the_device_failed_is_kept(tmp_path: Path) -> N
     report = run_over(batch, answers)
     assert report.num_before == len(kept)
     assert by_name(answers).keys() == {line["custom_id"] for line in lines}
+
+
+def test_a_line_that_cannot_be_looked_at_now_is_left_for_the_next_run(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("llguidance", reason="needs the server extra")
+    lines = [completion("bad", temperature=-1), completion("form", guided_regex="[ab]{3}", ignore_eos=False)]
+    with monkeypatch.context() as broken:
+        broken.setattr(sys, "executable", "/nonesuch")  # No process to check a grammar in can be started.
+        assert run(lines) == 2
+    error = capsys.readouterr().err
+    assert "grammar regex: no process to check it in" in error
+    assert error.endswith("1 of 2 lines have answers; the same command goes on\n")
+    assert by_name(tmp_path / "out.jsonl").keys() == {"bad"}
+    assert run(lines) == 3
+    assert by_name(tmp_path / "out.jsonl")["form"]["response"]["status_code"] == 200
 
 
 @contextmanager

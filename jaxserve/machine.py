@@ -1,4 +1,4 @@
-"""On what a result was measured."""
+"""On what something runs, or was measured."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Where the client ran, and with a server of its own that too."""
+    """A host, as far as this process may use it."""
 
     processor: str
     cores: int
