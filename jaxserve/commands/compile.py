@@ -113,7 +113,7 @@ def _ladder(text: str) -> tuple[int, ...]:
 def _print_head(engine: AheadEngine, chip: Chip) -> None:
     cache = engine.config.cache
     print(
-        f"{engine.mesh.size} x {chip.name}, each: weights {engine.weight_bytes / GIB:.2f} GiB, pool "
+        f"{engine.num_devices} x {chip.name}, each: weights {engine.weight_bytes / GIB:.2f} GiB, pool "
         f"{engine.pool_bytes / GIB:.2f} GiB ({', '.join(map(str, cache.num_pages))} pages a layer of "
         f"{cache.page_size} tokens in {cache.kv_format}), of {chip.memory_bytes / GIB:.2f} GiB"
     )
@@ -139,7 +139,7 @@ def _least_seconds(report: StepReport, engine: AheadEngine, chip: Chip) -> float
     weights = footprint.touched_weights(shape.rows) + footprint.head_weights
     operand_format, item_bytes = _matrix_operands(engine.config)
     arithmetic = operations / chip.peak(operand_format)
-    return max(arithmetic, weights * item_bytes / chip.memory_bandwidth) / engine.mesh.size
+    return max(arithmetic, weights * item_bytes / chip.memory_bandwidth) / engine.num_devices
 
 
 def _matrix_operands(config: EngineConfig) -> tuple[str, float]:
