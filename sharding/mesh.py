@@ -28,9 +28,7 @@ def parse_mesh(text: str) -> MeshAxes:
     for part in text.split(","):
         axis, _, size = (piece.strip() for piece in part.partition("="))
         if axis not in AXES or not size.isdecimal() or int(size) < 1:
-            raise ValueError(
-                f"mesh {text!r}: expected auto, or {' or '.join(f'{axis}=N' for axis in AXES[::-1])}"
-            )
+            raise ValueError(f"mesh {text!r}: expected auto, tensor=N, expert=N, or both with a comma")
         if axis in sizes:
             raise ValueError(f"mesh {text!r}: {axis} is there twice")
         sizes[axis] = int(size)

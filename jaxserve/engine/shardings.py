@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxserve.config import ModelConfig
 from jaxserve.engine.state import DeviceState
-from jaxserve.model.cache import CACHE_AXES
+from jaxserve.model.cache import CACHE_AXES, Cache
 from jaxserve.model.parameters import ParameterInfo, layer_parameters, model_parameters
 from jaxserve.model.spread import weight_specs
 from sharding import AnyMesh, named_sharding
@@ -54,12 +54,17 @@ def state_shardings(state: DeviceState, mesh: AnyMesh) -> DeviceState:
 
     `state` holds arrays or their shapes. Raises ValueError where the mesh does not divide the pools.
     """
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    return jax.tree.map(lambda _: everywhere, state).replace(
-        cache=jax.tree.map(lambda array: named_sharding(array.shape, CACHE_AXES, mesh), state.cache),
+    whole = NamedSharding(mesh, PartitionSpec())
+    return jax.tree.map(lambda _: whole, state).replace(
+        cache=cache_shardings(state.cache, mesh),
         # Read and written beside logits, which are cut by vocabulary: whole, it would double their memory.
         counts=named_sharding(state.counts.shape, (None, "vocab"), mesh),
     )
+
+
+def cache_shardings(cache: Cache, mesh: AnyMesh) -> Any:
+    """Of pools and their scales, in the form of the cache."""
+    return jax.tree.map(lambda array: named_sharding(array.shape, CACHE_AXES, mesh), cache)
 
 
 def placed(shapes: Any, shardings: Any) -> Any:
