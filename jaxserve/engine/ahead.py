@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from jaxserve.config import EngineConfig, ModelConfig
 from jaxserve.engine.build import EngineOptions, layer_loop_for, resolve_config, resolve_dtype
+from jaxserve.engine.collectives import collectives
 from jaxserve.engine.ladder import chunk_shapes, decode_shapes
 from jaxserve.engine.memory import free_for_pages, shard_bytes, weight_bytes
 from jaxserve.engine.programs import AbstractEngine, abstract_engine
@@ -31,6 +32,12 @@ class StepReport:
     temporary_bytes: int
     aliased_bytes: int
     """Of the arguments, what the step changes in place."""
+    num_exchanges: int
+    """Collectives of every step, those in branches that few steps take left out."""
+    sent_bytes: int
+    """That a device sends for them, by rings."""
+    ideal_sent_bytes: int
+    """The same for one sum of hidden states after each attention and each feed-forward part."""
 
     @property
     def peak_bytes(self) -> int:
@@ -66,13 +73,24 @@ class AheadEngine:
         seconds = time.monotonic() - started
         memory = compiled.memory_analysis()
         assert memory is not None
+        told = collectives(compiled.as_text() or "")
+        always = {one: times for one, times in told.items() if not one.conditional}
         return StepReport(
             shape,
             seconds,
             memory.argument_size_in_bytes,
             memory.temp_size_in_bytes,
             memory.alias_size_in_bytes,
+            sum(always.values()),
+            int(sum(one.moved_bytes * times for one, times in always.items())),
+            self._ideal_sent_bytes(shape),
         )
+
+    def _ideal_sent_bytes(self, shape: StepShape) -> int:
+        model, mesh = self.config.model, self.abstract.transformer.mesh
+        item_bytes = 2 if self.config.compute_format == "bfloat16" else 4
+        shares = [(count - 1) / count for count in (num_shards("kv_heads", mesh), num_shards("mlp", mesh))]
+        return int(2 * sum(shares) * model.num_layers * shape.rows * model.hidden_size * item_bytes)
 
 
 def prepare_ahead(

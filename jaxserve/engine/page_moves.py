@@ -85,7 +85,7 @@ class DevicePageRead:
 
 
 def compile_page_programs(
-    config: EngineConfig, state: DeviceState, mesh: Mesh | None
+    config: EngineConfig, state: DeviceState, mesh: Mesh | None = None
 ) -> tuple[PageProgram, ...]:
     """The programs of every cache group, from the state's shapes."""
     groups = enumerate(config.cache.num_pages)

@@ -20,6 +20,7 @@ import numpy as np
 
 from jaxserve.config import LayerKind, ModelConfig
 from jaxserve.engine.build import EngineOptions, layer_loop_for, local_target, resolve_here
+from jaxserve.engine.collectives import collectives
 from jaxserve.engine.engine import DeviceEngine
 from jaxserve.engine.parameters import place_parameters, quantised
 from jaxserve.engine.placement import to_shards
@@ -32,7 +33,6 @@ from jaxserve.quantization import recipe_in_force
 from jaxserve.scheduling import CacheIdentity
 from sharding import make_mesh
 from tests.engine.models import serve
-from tests.sharding.collectives import collectives
 
 NUM_NEW = 12
 ROWS = 4
@@ -115,7 +115,7 @@ def main() -> None:
 
 def answers(case: Case, mesh: str | None) -> dict[str, Any]:
     """Of one engine."""
-    options = EngineOptions(**SETTINGS | case.settings, mesh=mesh)
+    options = EngineOptions(**{**SETTINGS, **case.settings}, mesh=mesh)
     engine, params = build(case.model, options)
     loop = HostLoop(engine, cache=CacheIdentity(model="tiny", kv_format="any"))
     outputs = [output.outputs[0] for output in serve(loop, requests()) + serve(loop, requests()[:1])]
@@ -178,12 +178,13 @@ def random_parameters(model: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
         yield name, rng.normal(1.0 if "norm" in name else 0.0, 0.3, info.shape).astype(np.float32)
 
 
-def decode_collectives(engine: DeviceEngine) -> list[list[Any]]:
-    """Of a decode step: the operation, the elements of what it brings, and the condition that it is in."""
+def decode_collectives(engine: DeviceEngine) -> list[tuple[str, int, int, int, bool]]:
+    """Of a decode step: operation, elements that it brings, its devices, how often, and whether perhaps."""
     config = engine.config
     abstract = abstract_engine(config, layer_loop_for("cpu"), local_target(), make_mesh(config.mesh))
     form = PlanFormat.of(config, engine.limits.decode_shapes[-1])
-    return collectives(abstract.lower(form).compile().as_text() or "")
+    found = collectives(abstract.lower(form).compile().as_text() or "")
+    return [(c.operation, c.num_elements, c.num_devices, times, c.conditional) for c, times in found.items()]
 
 
 def shares(params: Any) -> dict[str, float]:
