@@ -16,7 +16,7 @@ from jaxserve.engine.memory import free_for_pages, shard_bytes, weight_bytes
 from jaxserve.engine.programs import AbstractEngine, abstract_engine
 from jaxserve.engine.step import PlanFormat
 from jaxserve.plan import StepShape
-from jaxserve.quantization import recipe_named
+from jaxserve.quantization import STORED, recipe_named
 from pallas_kernels.dispatch import Target
 from sharding import num_shards
 
@@ -111,8 +111,11 @@ def prepare_ahead(
         memory_bytes: of each device.
         decode_rows, chunk_rows: the ladder.
 
-    Raises ValueError where the mesh does not divide the model, or the weights do not fit.
+    Raises ValueError where the mesh does not divide the model, where the weights do not fit, and for weights
+    as they are stored, which are not read.
     """
+    if options.quantize == STORED:
+        raise ValueError(f"quantize {STORED!r}: a config alone does not say how weights are stored")
     axes = tuple((str(axis), size) for axis, size in mesh.shape.items() if size > 1)
     dtype = resolve_dtype(options, platform)
     recipe = recipe_named(options.quantize) if options.quantize else None
