@@ -68,7 +68,8 @@ class EngineOptions:
     page_size: int | None = None
     """Tokens on a page; by default 16 on CPU, 64 elsewhere."""
     kv_memory: int | None = None
-    """Bytes of the KV pool; by default at most 1 GiB on CPU, elsewhere 90 % of what the weights leave."""
+    """Bytes of the KV pool, of all devices together; by default at most 1 GiB on CPU, elsewhere
+    90 % of what the weights leave."""
     host_kv_memory: int | None = None
     """Bytes of the host's memory that keep what the KV pool has no room for; by default none. Needs prefix
     caching."""
