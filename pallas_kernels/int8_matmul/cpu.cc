@@ -2,6 +2,8 @@
 // the speed of memory for few rows and multiplied 16 at a time for many.
 
 #include <cstdint>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "native/ffi.h"
@@ -12,10 +14,82 @@
 
 namespace {
 
-constexpr int64_t kRows = 4;     // of a tile: with kOutputs this fills AVX2's registers
-constexpr int64_t kOutputs = 3;  // of a tile
-constexpr int64_t kChunk = 48;   // outputs that a thread takes at a time, a multiple of kOutputs
-constexpr int64_t kBlock = 16;   // rows that stay in the first caches while those outputs pass by
+#if defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512VNNI__)
+#define JAXSERVE_AVX512 1
+#endif
+
+constexpr int64_t kRows = 4;  // of a tile
+#if JAXSERVE_AVX512
+constexpr int64_t kOutputs = 4;  // of a tile: its sums are then the lanes of one vector
+#else
+constexpr int64_t kOutputs = 3;  // of a tile: with kRows this fills AVX2's registers
+#endif
+constexpr int64_t kAhead = kOutputs;  // outputs whose weights are fetched while those before are multiplied
+constexpr int64_t kChunk = 48;  // outputs that a thread takes at a time, a multiple of kOutputs
+constexpr int64_t kBlock = 16;  // rows that stay in the first caches while those outputs pass by
+
+#if JAXSERVE_AVX512
+
+#define INLINE __attribute__((always_inline))
+
+// f(0) to f(N - 1), each with a number that the compiler knows: what they index stays in registers.
+template <typename F, int... I>
+INLINE inline void Unroll(const F& f, std::integer_sequence<int, I...>) {
+  (f(std::integral_constant<int, I>{}), ...);
+}
+
+template <int N, typename F>
+INLINE inline void Unroll(const F& f) {
+  Unroll(f, std::make_integer_sequence<int, N>{});
+}
+
+// Lane i becomes the sum of the lanes of sums[i].
+INLINE inline __m512i SumEach(const __m512i sums[16]) {
+  __m512i pairs[8], fours[4], eights[2];
+  Unroll<8>([&](auto i) INLINE {
+    pairs[i] = _mm512_add_epi32(_mm512_unpacklo_epi32(sums[2 * i], sums[2 * i + 1]),
+                                _mm512_unpackhi_epi32(sums[2 * i], sums[2 * i + 1]));
+  });
+  Unroll<4>([&](auto i) INLINE {
+    fours[i] = _mm512_add_epi32(_mm512_unpacklo_epi64(pairs[2 * i], pairs[2 * i + 1]),
+                                _mm512_unpackhi_epi64(pairs[2 * i], pairs[2 * i + 1]));
+  });
+  Unroll<2>([&](auto i) INLINE {  // Every 128 bits of fours[i] have a part of the sums of four.
+    eights[i] = _mm512_add_epi32(_mm512_shuffle_i32x4(fours[2 * i], fours[2 * i + 1], 0x88),
+                                 _mm512_shuffle_i32x4(fours[2 * i], fours[2 * i + 1], 0xdd));
+  });
+  return _mm512_add_epi32(_mm512_shuffle_i32x4(eights[0], eights[1], 0x88),
+                          _mm512_shuffle_i32x4(eights[0], eights[1], 0xdd));
+}
+
+// out[R][O] = x[R][n] * w[O][n], x widened to int16.
+template <int R, int O>
+void Tile(const int16_t* x, const int8_t* w, int64_t n, int32_t* out, int64_t out_stride) {
+  __m512i sums[kRows * kOutputs];
+  Unroll<kRows * kOutputs>([&](auto i) INLINE { sums[i] = _mm512_setzero_si512(); });
+  const auto step = [&](int64_t k, __mmask32 some) INLINE {
+    __m512i wide[O];
+    Unroll<O>([&](auto o) INLINE {
+      wide[o] = _mm512_cvtepi8_epi16(_mm256_maskz_loadu_epi8(some, w + o * n + k));
+      _mm_prefetch(w + (o + kAhead) * n + k, _MM_HINT_T0);
+    });
+    Unroll<R>([&](auto r) INLINE {
+      const __m512i row = _mm512_maskz_loadu_epi16(some, x + r * n + k);
+      Unroll<O>([&](auto o) INLINE {
+        sums[r * kOutputs + o] = _mm512_dpwssd_epi32(sums[r * kOutputs + o], row, wide[o]);
+      });
+    });
+  };
+  int64_t k = 0;
+  for (; k + 32 <= n; k += 32) step(k, ~__mmask32{0});
+  if (k < n) step(k, (__mmask32{1} << (n - k)) - 1);
+  const __m512i all = SumEach(sums);
+  const __m128i rows[kRows] = {_mm512_castsi512_si128(all), _mm512_extracti32x4_epi32(all, 1),
+                               _mm512_extracti32x4_epi32(all, 2), _mm512_extracti32x4_epi32(all, 3)};
+  Unroll<R>([&](auto r) INLINE { _mm_mask_storeu_epi32(out + r * out_stride, (1 << O) - 1, rows[r]); });
+}
+
+#else
 
 #if defined(__AVX2__)
 int32_t Sum(__m256i lanes) {
@@ -57,6 +131,7 @@ void Tile(const int16_t* x, const int8_t* w, int64_t n, int32_t* out, int64_t ou
   for (; k + 16 <= n; k += 16) {
     const __m256i wide0 = Wide(w + k), wide1 = O > 1 ? Wide(w + n + k) : zero;
     const __m256i wide2 = O > 2 ? Wide(w + 2 * n + k) : zero;
+    for (int o = 0; o < O; ++o) _mm_prefetch(w + (o + kAhead) * n + k, _MM_HINT_T0);
     ROW(0) ROW(1) ROW(2) ROW(3)
   }
   STORE(0, 0) STORE(0, 1) STORE(0, 2) STORE(1, 0) STORE(1, 1) STORE(1, 2)
@@ -74,6 +149,8 @@ void Tile(const int16_t* x, const int8_t* w, int64_t n, int32_t* out, int64_t ou
     }
   }
 }
+
+#endif
 
 template <int O>
 void Column(const int16_t* x, const int8_t* w, int64_t rows, int64_t n, int32_t* out, int64_t out_stride) {
