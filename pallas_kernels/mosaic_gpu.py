@@ -32,6 +32,7 @@ def load_as(ref: Any, layout: Any) -> jax.Array:
 
 def interpreter() -> Any:
     """What `plgpu.kernel` takes to run a kernel here. Raises ValueError where JAX has none that can."""
-    if not hasattr(plgpu, "InterpretGPUParams"):
+    parameters = getattr(plgpu, "InterpretGPUParams", None)
+    if parameters is None:
         raise ValueError(f"jax {jax.__version__} does not interpret GPU kernels; 0.11.2 does")
-    return plgpu.InterpretGPUParams()
+    return parameters()

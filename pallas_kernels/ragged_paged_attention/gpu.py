@@ -6,7 +6,7 @@ Axes beyond those of `gpu_tiles`: B rows of a tile, G queries of a kv head.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -47,22 +47,23 @@ def obstacle(
         compute: the type of queries.
         capability: of the GPU that is traced for, "9.0" say; None where the kernel is interpreted.
     """
-    if capability is not None and not capability.startswith("9."):
-        return f"it is made for compute capability 9.0, not {capability or 'an unknown one'}"
-    if params.exact_order:
-        return "the exact order of summation is the reference's"
-    if compute != "bfloat16":
-        return f"it computes in bfloat16, not {compute}"
-    if layout.kv_format == "float32":
-        return "its pages are not of float32"
-    if layout.storage != layout.kv_format:
-        return f"pages of {layout.kv_format} are stored as {layout.storage}"
-    if layout.head_size > MAX_HEAD_SIZE:
-        return f"head size {layout.head_size} exceeds {MAX_HEAD_SIZE}"
-    if layout.page_size % 16 or (BLOCK_TOKENS % layout.page_size and layout.page_size % BLOCK_TOKENS):
-        return f"pages of {layout.page_size} tokens do not fill blocks of {BLOCK_TOKENS}"
-    if queries_per_kv > TILE_ROWS:
-        return f"{queries_per_kv} queries of a kv head exceed {TILE_ROWS}"
+    page_size = layout.page_size
+    foreign = capability is not None and not capability.startswith("9.")
+    reasons = (
+        (foreign, f"it is made for compute capability 9.0, not {capability or 'an unknown one'}"),
+        (params.exact_order, "the exact order of summation is the reference's"),
+        (compute != "bfloat16", f"it computes in bfloat16, not {compute}"),
+        (layout.kv_format == "float32", "its pages are not of float32"),
+        (layout.storage != layout.kv_format, f"pages of {layout.kv_format} are stored as {layout.storage}"),
+        (layout.head_size > MAX_HEAD_SIZE, f"head size {layout.head_size} exceeds {MAX_HEAD_SIZE}"),
+        (
+            page_size % 16 or (BLOCK_TOKENS % page_size and page_size % BLOCK_TOKENS),
+            f"pages of {page_size} tokens do not fill blocks of {BLOCK_TOKENS}",
+        ),
+        (queries_per_kv > TILE_ROWS, f"{queries_per_kv} queries of a kv head exceed {TILE_ROWS}"),
+    )
+    if reason := next((reason for holds, reason in reasons if holds), None):
+        return reason
     try:
         import pallas_kernels.mosaic_gpu  # noqa: F401
     except ImportError as failure:  # JAX 0.10.2 does not say that it needs absl-py
@@ -127,7 +128,7 @@ def attend_gpu(
 def _cut(
     query_start_S1: jax.Array, context_len_S: jax.Array, num_rows: int, tile_rows: int
 ) -> tuple[Tiles, jax.Array, jax.Array]:
-    """Each sequence's rows cut into tiles: the tiles, their rows `[N, B]`, and each row's place among those."""
+    """Each sequence's rows cut into tiles: the tiles, their rows `[N, B]`, each row's place among those."""
     from pallas_kernels.ragged_paged_attention.gpu_tiles import Tiles
 
     num_sequences = context_len_S.shape[0]

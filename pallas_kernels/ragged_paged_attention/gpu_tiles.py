@@ -10,10 +10,10 @@ plane, t positions of a block.
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,13 +22,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic_gpu import COMPILER_PARAMS, load_as, matrix_tile
-from pallas_kernels.page_layout import LANES, PageLayout
+from pallas_kernels.page_layout import PageLayout
 from pallas_kernels.ragged_paged_attention.params import AttentionParams
 
 Ref = Any
 """A reference to memory inside a kernel."""
 Carry = tuple[tuple[jax.Array, ...], jax.Array, jax.Array]
-"""Unnormalised output, `[64, lanes]` for each of its chunks, and highest score and sum of weights `[64]` so far."""
+"""Unnormalised output, `[64, lanes]` for each of its chunks; highest score and sum of weights `[64]`."""
 
 WARPGROUP_ROWS = 64
 """Rows of a product that the four warps of a warpgroup compute together."""
@@ -53,8 +53,7 @@ class TileSizes:
     """C."""
 
 
-@dataclass(frozen=True)
-class Tiles:
+class Tiles(NamedTuple):
     """What each tile is, int32 `[N]`."""
 
     sequence: jax.Array
@@ -68,6 +67,10 @@ class Tiles:
         return jnp.maximum(self.first_position - window + 1, 0) if window else jnp.zeros_like(self.end)
 
 
+# Compiled apart, so that a model's layers share one lowering, which takes a second.
+@functools.partial(
+    jax.jit, static_argnames=("layout", "params", "queries_per_kv", "sizes", "partial", "interpret")
+)
 def attend_tiles(
     q_NKEMW: jax.Array,
     tiles: Tiles,
@@ -223,7 +226,7 @@ class _Program:
 
     @property
     def _chunk_lanes(self) -> int:
-        """Lanes of a product: of two planes' results, 128 registers a thread, a product must not double one."""
+        """Lanes of a product: few where the results of two planes already take 128 registers a thread."""
         return self._width if self._num_planes == 1 else WARPGROUP_ROWS
 
     def _chunks(self) -> list[tuple[int, Any]]:
@@ -253,7 +256,7 @@ class _Program:
         per_page = page_size // piece
 
         def piece_of(row: jax.Array) -> Any:
-            """One of a page's pieces, from its number: JAX 0.10.2 must see what its start is a multiple of."""
+            """One of a page's pieces: JAX 0.10.2 must see what its start is a multiple of."""
             return pl.ds((row * per_page + within) * piece, piece)
 
         for i in range(pieces):
@@ -308,7 +311,10 @@ class _Program:
         plgpu.commit_smem()
         decayed = lax.broadcast_in_dim(decay, outs[0].shape, [0])
         outs = tuple(
-            out * decayed + self._product(out.shape, [(refs["weights"], values.at[plane, :, lanes])])
+            out * decayed
+            + self._product(
+                (WARPGROUP_ROWS, self._chunk_lanes), [(refs["weights"], values.at[plane, :, lanes])]
+            )
             for (plane, lanes), out in zip(self._chunks(), outs, strict=True)
         )
         return outs, new_peak, total
@@ -345,7 +351,7 @@ class _Program:
             plgpu.wgmma_wait(0)
             return accumulator[...]
 
-        return pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
+        return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
 
     def _per_column(self, name: str, slot: jax.Array) -> jax.Array:
         scale = load_as(self.refs[name].at[slot], PER_COLUMN)

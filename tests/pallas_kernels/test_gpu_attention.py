@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax
-import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.ragged_paged_attention.cases import CASES, AttentionCase
-from tests.pallas_kernels.test_ragged_paged_attention import attend, batch_of, check, check_single
+from tests.pallas_kernels.test_ragged_paged_attention import check, check_single
 
 interpreted = pytest.mark.skipif(
     not hasattr(plgpu, "InterpretGPUParams"), reason="JAX interprets GPU kernels from 0.11.2 on"
