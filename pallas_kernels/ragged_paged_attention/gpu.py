@@ -27,7 +27,7 @@ MIN_PART_TOKENS = 512
 """Positions that are worth a thread block of their own."""
 WANTED_BLOCKS = 2 * 132
 """Thread blocks that an H100 or H200 runs at once, two on each multiprocessor."""
-NUM_BUFFERS = {1: 4, 2: 2}
+NUM_BUFFERS = {1: 3, 2: 2}
 """By a number's bytes: as many as let two thread blocks share a multiprocessor's memory."""
 MAX_HEAD_SIZE = 128
 LOG2E = math.log2(math.e)

@@ -119,6 +119,10 @@ def attend_tiles(
 
     def paged_attention(*refs: Ref) -> None:
         named = dict(zip([*names, *scratch], refs, strict=True))
+        pages = named.pop("pages")
+        if partial:
+            pages, (named["out_tile"],) = pages
+        named["keys"], named["values"] = pages
         _Program(named, layout, params, sizes, queries_per_kv).run()
 
     outputs = plgpu.kernel(
@@ -141,10 +145,14 @@ def _scratch(
     compute = jnp.bfloat16
     stored = jnp.dtype(layout.storage)
     pieces = num_pieces(layout, sizes)
+    pages = matrix_tile((*ring, width), stored), matrix_tile((*ring, width), stored)
+    if staged is not None:
+        # Results are staged where pages were.
+        out_tile = matrix_tile((num_planes, WARPGROUP_ROWS, width), staged)
+        pages = plgpu.RefUnion(pages, (out_tile,))
     scratch = {
         "q_tile": matrix_tile((num_planes, WARPGROUP_ROWS, width), compute),
-        "keys": matrix_tile((*ring, width), stored),
-        "values": matrix_tile((*ring, width), stored),
+        "pages": pages,
         "weights": matrix_tile((WARPGROUP_ROWS, sizes.block_tokens), compute),
         "q_barrier": plgpu.Barrier(num_arrivals=num_planes),
     }
@@ -158,7 +166,6 @@ def _scratch(
     for name in ("key_barriers", "value_barriers"):
         scratch[name] = plgpu.Barrier(num_arrivals=arrivals, num_barriers=sizes.num_buffers)
     if staged is not None:
-        scratch["out_tile"] = matrix_tile((num_planes, WARPGROUP_ROWS, width), staged)
         scratch["logarithm_tile"] = plgpu.SMEM((WARPGROUP_ROWS,), jnp.float32)
     return scratch
 
