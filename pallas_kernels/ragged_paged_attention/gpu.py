@@ -25,7 +25,7 @@ ROW_STEP = 8
 BLOCK_TOKENS = 64
 MIN_PART_TOKENS = 512
 """Positions that are worth a thread block of their own."""
-WANTED_BLOCKS = 2 * 132
+MAX_BLOCKS = 2 * 132
 """Thread blocks that an H100 or H200 runs at once, two on each multiprocessor."""
 NUM_BUFFERS = {1: 3, 2: 2}
 """By a number's bytes: as many as let two thread blocks share a multiprocessor's memory."""
@@ -196,7 +196,6 @@ def choose_sizes(num_tiles: int, layout: PageLayout, table_pages: int) -> TileSi
     """For so many tiles, and tables of so many pages."""
     from pallas_kernels.ragged_paged_attention.gpu_tiles import TileSizes
 
-    wanted = -(-WANTED_BLOCKS // (num_tiles * layout.num_kv_heads))
     longest = table_pages * layout.page_size
-    num_parts = max(1, min(wanted, longest // MIN_PART_TOKENS))
+    num_parts = max(1, min(MAX_BLOCKS // (num_tiles * layout.num_kv_heads), longest // MIN_PART_TOKENS))
     return TileSizes(BLOCK_TOKENS, NUM_BUFFERS[jnp.dtype(layout.storage).itemsize], num_parts)
