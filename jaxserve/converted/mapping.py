@@ -93,13 +93,13 @@ class MappedCheckpoint:
         array = np.zeros(shape, dtype)
         counts = [-(-size // step) for size, step in zip(shape, chunk[1:], strict=True)]
         for place in itertools.product(*map(range, counts)):
-            found = self._chunk(described, (number // chunk[0], *place), dtype)
+            found = self._chunk(described, (number, *place), dtype)
             if found is not None:
                 corner = tuple(
                     slice(i * step, (i + 1) * step) for i, step in zip(place, chunk[1:], strict=True)
                 )
                 part = array[corner]
-                part[...] = found[number % chunk[0]][tuple(map(slice, part.shape))]
+                part[...] = found[0][tuple(map(slice, part.shape))]
         return array
 
     def _chunk(
