@@ -133,9 +133,9 @@ def _placed(found: np.ndarray, wanted: Any, sharding: Sharding) -> jax.Array:
     array = found.astype(wanted.dtype, copy=False)
     if len(sharding.device_set) > 1:
         return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
-    if jax.default_backend() == "cpu":
-        fetch(array)
-    return jax.device_put(array, sharding, may_alias=True)
+    if jax.default_backend() != "cpu":
+        return jax.device_put(array, sharding)
+    return jax.device_put(fetch(array), sharding, may_alias=True)
 
 
 def _stacks(parameters: Mapping[str, _Arrays]) -> dict[str, list[str]]:
