@@ -1,7 +1,7 @@
-"""A model's parameters to and from Orbax checkpoints (OCDBT), each restored straight to where it belongs.
+"""A model's parameters to Orbax checkpoints (OCDBT), and from there straight to where each belongs.
 
 A checkpoint holds a group of parameters, so that writing needs the memory of one group. Those of a name that
-are alike in all layers are one array in it: the number of arrays takes time to restore, more than their size.
+are alike in all layers are one array in it, a chunk for each: Orbax takes time for every array.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from jaxserve.config import FloatFormat
+from jaxserve.converted.mapping import MappedCheckpoint, fetch, write_index
 from jaxserve.model.parameters import ParameterInfo, model_parameters
 from jaxserve.quantization import WeightFormat, recipe_of_label
 from jaxserve.quantization.weight import QuantisedWeight, blank
@@ -28,8 +28,8 @@ _Arrays = dict[str, Any]
 """The arrays of a parameter, or their shapes and types: `values`, and `scales` and `zeros` if it has them."""
 GROUP_BYTES = 2**30
 """At which a checkpoint is closed and the next one begun."""
-_CHUNKS = ocp.SaveArgs(chunk_byte_size=2**22)
-"""What is read as a whole: of a large matrix, devices mostly find their parts in chunks of their own."""
+CHUNK_BYTES = 2**30
+"""Most of an array that lies in one piece; larger ones are put together again as they are read."""
 
 
 class Place(Protocol):
@@ -41,12 +41,18 @@ class Place(Protocol):
 
 
 def save_parameters(
-    named: Iterable[tuple[str, Parameter]], folder: Path, group_bytes: int = GROUP_BYTES
+    named: Iterable[tuple[str, Parameter]],
+    folder: Path,
+    group_bytes: int = GROUP_BYTES,
+    chunk_bytes: int = CHUNK_BYTES,
 ) -> tuple[tuple[str, ...], ...]:
     """Write parameters in the order in which they come; returns the names in each checkpoint."""
     groups: list[tuple[str, ...]] = []
     group: dict[str, _Arrays] = {}
     size = 0
+    import orbax.checkpoint as ocp  # Takes half a second, which starting from a checkpoint does without.
+
+    chunks = ocp.SaveArgs(chunk_byte_size=chunk_bytes, shard_axes=(0,))
     # Compressed, quantised weights are a fifth smaller and take three times as long to read.
     with ocp.PyTreeCheckpointer(use_compression=False) as checkpointer:
 
@@ -59,7 +65,8 @@ def save_parameters(
                 }
                 for stack, names in _stacks(group).items()
             }
-            checkpointer.save(target, stacks, save_args=jax.tree.map(lambda _: _CHUNKS, stacks))
+            checkpointer.save(target, stacks, save_args=jax.tree.map(lambda _: chunks, stacks))
+            write_index(target)
             groups.append(tuple(group))
             group.clear()
 
@@ -77,13 +84,13 @@ def save_parameters(
 def restore_parameters(
     checkpoint: ConvertedCheckpoint, compute_format: FloatFormat, place: Place | None = None
 ) -> Iterator[tuple[str, Parameter]]:
-    """The parameters in their order, on the devices, a group at a time.
+    """The parameters in their order, where they belong; each byte of the files is read once.
 
     Args:
         checkpoint: where they lie.
         compute_format: of those that are neither quantised nor kept in float32.
-        place: where each array belongs, so that a process reads the parts that its devices hold and no
-            others; by default the first device.
+        place: where each array belongs, so that a device is given the parts that it holds and no others; by
+            default the first device.
 
     Raises ValueError for a recipe that this version does not know, or knows in another version.
     """
@@ -92,34 +99,43 @@ def restore_parameters(
         recipe = recipe_of_label(checkpoint.recipe, checkpoint.stored_formats)
     infos = dict(model_parameters(checkpoint.config))
     place = place or (lambda shape, axes: SingleDeviceSharding(jax.devices()[0]))
-    with ocp.PyTreeCheckpointer() as checkpointer:
-        for index, names in enumerate(checkpoint.groups):
-            formats = {
-                name: recipe.format_of(name) if recipe and not infos[name].full_precision else None
-                for name in names
-            }
-            wanted = {name: _wanted(infos[name], formats[name], compute_format) for name in names}
-            stacks = _stacks(wanted)
-            tree = {
-                stack: _stacked(wanted[alike[0]], len(alike), infos[alike[0]], place)
-                for stack, alike in stacks.items()
-            }
-            found = checkpointer.restore(
-                checkpoint.group_folder(index).absolute(),
-                item=tree,
-                restore_args=ocp.checkpoint_utils.construct_restore_args(tree),
-            )
-            where = {
-                name: (stack, number) for stack, alike in stacks.items() for number, name in enumerate(alike)
-            }
-            for name in names:
-                stack, number = where[name]
-                yield (
-                    name,
-                    _parameter(
-                        {part: _member(array, number) for part, array in found[stack].items()}, formats[name]
-                    ),
+    for index, names in enumerate(checkpoint.groups):
+        formats = {
+            name: recipe.format_of(name) if recipe and not infos[name].full_precision else None
+            for name in names
+        }
+        wanted = {name: _wanted(infos[name], formats[name], compute_format) for name in names}
+        found = MappedCheckpoint(checkpoint.group_folder(index))
+        numbers = {
+            name: (stack, number)
+            for stack, alike in _stacks(wanted).items()
+            for number, name in enumerate(alike)
+        }
+        for name in names:
+            stack, number = numbers[name]
+            axes = _axes(wanted[name], infos[name])
+            arrays = {
+                part: _placed(
+                    found.member(f"{stack}.{part}", number, array.shape),
+                    array,
+                    place(array.shape, axes[part]),
                 )
+                for part, array in wanted[name].items()
+            }
+            yield name, _parameter(arrays, formats[name])
+
+
+def _placed(found: np.ndarray, wanted: Any, sharding: Sharding) -> jax.Array:
+    """An array where it belongs, in the type that it is wanted in.
+
+    On a CPU it is the mapped file itself, if it begins where XLA wants arrays to, and has been read then.
+    """
+    array = found.astype(wanted.dtype, copy=False)
+    if len(sharding.device_set) > 1:
+        return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+    if jax.default_backend() != "cpu":
+        return jax.device_put(array, sharding)
+    return jax.device_put(fetch(array), sharding, may_alias=True)
 
 
 def _stacks(parameters: Mapping[str, _Arrays]) -> dict[str, list[str]]:
@@ -132,14 +148,6 @@ def _stacks(parameters: Mapping[str, _Arrays]) -> dict[str, list[str]]:
         stack = numbers.setdefault(kind, f"{field}.{len(numbers)}")
         stacks.setdefault(stack, []).append(name)
     return stacks
-
-
-def _member(stack: jax.Array, number: int) -> jax.Array:
-    """One of a stack; of one in the host's memory, a view of it if it begins where XLA wants arrays to, which
-    keeps the stack."""
-    if stack.is_fully_addressable and stack.sharding.device_set == {jax.devices("cpu")[0]}:
-        return jax.device_put(np.asarray(stack)[number], stack.sharding, may_alias=True)
-    return jax.lax.dynamic_index_in_dim(stack, number, keepdims=False)
 
 
 def _arrays(parameter: Any) -> _Arrays:
@@ -165,14 +173,8 @@ def _wanted(info: ParameterInfo, format: WeightFormat | None, compute_format: Fl
     return {"values": jax.ShapeDtypeStruct(info.shape, plain)}
 
 
-def _stacked(arrays: _Arrays, count: int, info: ParameterInfo, place: Place) -> _Arrays:
-    """So many of a parameter's arrays as one, and where it belongs."""
+def _axes(arrays: _Arrays, info: ParameterInfo) -> dict[str, tuple[str | None, ...]]:
+    """Logical axes of each of a parameter's arrays."""
     grouped = "scales" in arrays and arrays["scales"].ndim > len(info.axes) - info.num_input_axes
     scale_axes = info.scale_axes(grouped)
-    axes = {"values": info.axes, "scales": scale_axes, "zeros": scale_axes}
-
-    def stack(part: str, array: Any) -> jax.ShapeDtypeStruct:
-        shape = (count, *array.shape)
-        return jax.ShapeDtypeStruct(shape, array.dtype, sharding=place(shape, (None, *axes[part])))
-
-    return {part: stack(part, array) for part, array in arrays.items()}
+    return {"values": info.axes, "scales": scale_axes, "zeros": scale_axes}

@@ -130,7 +130,7 @@ def log_conversion(stored: StoredWeights, recipe: Recipe | None, compute_format:
 
 
 def _restored(checkpoint: ConvertedCheckpoint, config: EngineConfig, mesh: Mesh | None) -> Named:
-    # Imported here: Orbax takes half a second.
+    # Imported here: it needs the engine's own readers.
     from jaxserve.converted.parameters import restore_parameters
 
     recipe = recipe_in_force(config)

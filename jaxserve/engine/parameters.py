@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.config import FloatFormat, ModelConfig
@@ -21,6 +22,10 @@ from jaxserve.quantization import Recipe
 from jaxserve.quantization.weight import QuantisedWeight, blank, quantise
 from jaxserve.weights.quantised import StoredMatrix
 from sharding import AnyMesh
+
+_HOST_STACK_BYTES = 2**22
+"""Up to which size a stack on a CPU is put together by numpy: a program for each shape takes longer to
+compile than small arrays to copy."""
 
 Named = Iterable[tuple[str, np.ndarray | jax.Array | QuantisedWeight]]
 """Canonical names and parameters in the order of `model_parameters`."""
@@ -87,7 +92,9 @@ def place_parameters(
         stacked = _is_stacked(name, model, int(layer), layer_loop)
         entries[name] = _with_repetition(entries.get(name), array, repetition, count, stacked)
     tree["segments"] = tuple(tuple(positions) for positions in segments)
-    return tree if mesh is None else jax.device_put(tree, parameter_shardings(tree, model, mesh))
+    if mesh is not None:
+        return jax.device_put(tree, parameter_shardings(tree, model, mesh))
+    return jax.tree.map(lambda array: jax.device_put(array) if isinstance(array, np.ndarray) else array, tree)
 
 
 def abstract_parameters(
@@ -131,8 +138,22 @@ def _with_repetition(entry: Any, array: Any, repetition: int, count: int, stacke
     if not stacked:
         return (*(entry or ()), jnp.asarray(array))
     if entry is None:
-        entry = jnp.zeros((count, *array.shape), array.dtype, device=_stack_place(array))
+        small = count * array.size * array.dtype.itemsize <= _HOST_STACK_BYTES
+        if small and _is_on_host(array):
+            entry = np.zeros((count, *array.shape), array.dtype)
+        else:
+            entry = jnp.zeros((count, *array.shape), array.dtype, device=_stack_place(array))
+    if isinstance(entry, np.ndarray):
+        entry[repetition] = array
+        return entry
     return _set_repetition(entry, array, repetition)
+
+
+def _is_on_host(array: Any) -> bool:
+    """Whether an array is in the memory that the devices compute in, and numpy too."""
+    if isinstance(array, Tracer) or jax.default_backend() != "cpu":
+        return False
+    return isinstance(array, np.ndarray) or len(array.sharding.device_set) == 1
 
 
 def _stack_place(array: Any) -> NamedSharding | None:

@@ -56,6 +56,11 @@ def open_any_checkpoint(path: Path) -> AnyCheckpoint:
     return open_converted(path) if (path / MANIFEST).is_file() else open_checkpoint(path)
 
 
+def _holds_numbers(file: str) -> bool:
+    """Whether a file, by its path in the folder, is part of an Orbax checkpoint; their indices are not."""
+    return file.startswith(f"{PARAMETERS}/") and file.count("/") > 1
+
+
 def group_folder(folder: Path, index: int) -> Path:
     """Where one of a converted model's Orbax checkpoints lies."""
     return folder / PARAMETERS / f"{index:03d}"
@@ -68,7 +73,7 @@ def open_converted(path: Path) -> ConvertedCheckpoint:
     """
     manifest = Manifest.read(path)
     check_sizes(path, manifest)
-    check_hashes(path, manifest, (name for name in manifest.files if not name.startswith(PARAMETERS)))
+    check_hashes(path, manifest, (name for name in manifest.files if not _holds_numbers(name)))
     expected = [name for name, _ in model_parameters(manifest.model)]
     if [name for group in manifest.groups for name in group] != expected:
         raise ValueError(f"{path}: its parameters are not those of its model")

@@ -13,7 +13,7 @@ from jaxserve.config import FloatFormat, LayerKind, ModelConfig, RopeScaling
 
 MANIFEST = "jaxserve.json"
 """Written last: a folder without it is no model."""
-FORMAT = 1
+FORMAT = 2
 """Of the folder; another number cannot be read."""
 PARAMETERS = "parameters"
 """Folder of the Orbax checkpoints, one for each of `Manifest.groups`."""

@@ -1,4 +1,7 @@
-"""Saves a random model, restores it whole and over two devices, and says what came of it."""
+"""Saves a random model, restores it whole and over two devices, and says what came of it.
+
+Read once is: looked at where the files are mapped, and copied nowhere.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ MODEL = ModelConfig(
     layers=(LayerKind(),) * 4,
     max_position=256,
 )
-"""Large enough for what Orbax writes about arrays to be little beside them."""
+"""Large enough for what is written about arrays to be little beside them."""
 
 
 def random_parameters() -> Iterator[tuple[str, np.ndarray]]:
@@ -47,6 +50,17 @@ def bytes_read() -> int:
     return int(dict(line.split(": ") for line in lines)["rchar"])
 
 
+def mapped_bytes(arrays: list[jax.Array], folder: Path) -> int:
+    """Of these, in the memory that files of a folder are mapped to."""
+    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if str(folder) in line]
+    ranges = [tuple(int(end, 16) for end in line[0].split("-")) for line in lines]
+    return sum(
+        array.nbytes
+        for array in arrays
+        if any(first <= array.unsafe_buffer_pointer() < end for first, end in ranges)
+    )
+
+
 def main(folder: Path) -> None:
     recipe = recipe_named("int8")
     groups = save_parameters(quantised(random_parameters(), MODEL, recipe, "float32"), folder, 4_000_000)
@@ -56,8 +70,9 @@ def main(folder: Path) -> None:
     before = bytes_read()
     whole = jax.block_until_ready(dict(restore_parameters(stored, "float32")))
     num_read = bytes_read() - before
+    leaves = jax.tree.leaves(whole)
     num_stored = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    pairs = zip(jax.tree.leaves(spread), jax.tree.leaves(whole), strict=True)
+    pairs = zip(jax.tree.leaves(spread), leaves, strict=True)
     gate_up = spread["layers.0.gate_up"]
     assert isinstance(gate_up, QuantisedWeight)
     report = {
@@ -65,6 +80,7 @@ def main(folder: Path) -> None:
         "groups": len(groups),
         "shards": [shard.data.shape for shard in gate_up.values.addressable_shards],
         "read": num_read / num_stored,
+        "mapped": mapped_bytes(leaves, folder) / sum(array.nbytes for array in leaves),
     }
     print(json.dumps(report))
 

@@ -130,6 +130,7 @@ def test_what_is_interrupted_leaves_nothing(tmp_path: Path) -> None:
     [
         ("tokenizer.json", "is not what was written"),
         ("tokenizer_config.json", "is not what was written"),
+        ("parameters/000.json", "is not what was written"),
         ("jaxserve.json", "is no description of a converted model"),
     ],
 )

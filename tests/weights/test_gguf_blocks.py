@@ -16,7 +16,8 @@ from jaxserve.config import EngineConfig
 from jaxserve.converted import convert
 from jaxserve.engine.build import EngineOptions, configure, load_parameters
 from jaxserve.engine.loading import stored_as
-from jaxserve.engine.parameters import as_weights, place_parameters
+from jaxserve.engine.parameters import abstract_parameters, as_weights, place_parameters
+from jaxserve.model.transformer import LayerLoop
 from jaxserve.quantization import STORED, precision_of, recipe_named
 from jaxserve.quantization.weight import QuantisedWeight, dequantise
 from jaxserve.weights import AnyCheckpoint, open_any_checkpoint, open_checkpoint
@@ -72,6 +73,19 @@ def test_every_type_is_kept_to_the_bit(
     if kind in AS_SMALL:
         block_size, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
         assert stored_bytes == num_numbers // block_size * block_bytes
+
+
+@pytest.mark.parametrize("loop", ["switched", "stacked"])
+def test_programs_are_compiled_for_what_is_loaded(
+    loop: LayerLoop, tiny_config, random_tensors, write_gguf
+) -> None:
+    config = tiny_config("qwen3_moe")
+    checkpoint = open_checkpoint(write_gguf("qwen3_moe", config, random_tensors(config), "Q4_1"))
+    assert checkpoint.stored is not None
+    params = place_parameters(as_weights(checkpoint.read_stored("bfloat16")), checkpoint.config, loop)
+    abstract = abstract_parameters(checkpoint.config, "bfloat16", loop, checkpoint.stored.recipe)
+    shapes = jax.tree.map(lambda array: (array.shape, array.dtype), params)
+    assert shapes == jax.tree.map(lambda array: (array.shape, array.dtype), abstract)
 
 
 def config_of(checkpoint: AnyCheckpoint, **settings: Any) -> EngineConfig:
