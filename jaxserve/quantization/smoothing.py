@@ -2,7 +2,8 @@
 
 A row of activations is rounded with one scale, which its few large channels set. Dividing channel j of what
 a matrix reads by s_j, and multiplying the matrix's channel j by it, changes no product; with s_j between the
-two (equation 4) neither is hard to round. The division costs nothing where it is folded into what writes the
+two (equation 4) neither is hard to round. Weights are measured within their rows there, which have a scale
+each; the paper's have one for the matrix. The division costs nothing where it is folded into what writes the
 channel:
 
 - queries, keys and values, gate and up (of experts too, whose router reads the same), an untied head: the
@@ -16,7 +17,7 @@ A tied head has no norm of its own to fold into, and what an expert's down reads
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -61,7 +62,7 @@ def smooth_scales(peak: Array, weight_peak: Array, alpha: float) -> Array:
 
     Args:
         peak: largest absolute activation of each channel.
-        weight_peak: largest absolute weight of each, in the same shape.
+        weight_peak: largest absolute weight of each, of rows brought to one size, in the same shape.
         alpha: how much of the difficulty moves into the weights, 0 to 1.
     """
     alive = (peak > 0) & (weight_peak > 0)
@@ -99,36 +100,37 @@ def _fold(part: Mapping[str, Array], peaks: Mapping[str, Array], alpha: float) -
     prefix += "." if prefix else ""
     own = {name.removeprefix(prefix): array for name, array in part.items()}
     found = {name: peaks[prefix + name] for name in own if prefix + name in peaks}
-    # All of them are made of the weights as they were, so that their order does not matter.
-    scales = {name: _scales_of(name, own[name], peak, alpha) for name, peak in found.items()}
-    for norm, readers in _AFTER_NORM.items():
-        for name in scales.keys() & set(readers):
-            _fold_into_norm(own, norm, readers, scales[name])
-    if "o" in scales:
-        scale_Kh = scales["o"]
+    if "o" in found:
+        scale_Kh = _scales_of("o", own["o"], found["o"], alpha)
         own["qkv"] = _divided(own["qkv"], -1, 1, scale_Kh[..., None])
         if "qkv_bias" in own:
             own["qkv_bias"] = _divided(own["qkv_bias"], -1, 1, scale_Kh)
         own["o"] = own["o"] * scale_Kh[None, :, None]
-    if "down" in scales:
-        own["gate_up"] = _divided(own["gate_up"], 1, 0, scales["down"][:, None])
-        own["down"] = own["down"] * scales["down"]
+    if "down" in found:
+        scale_F = _scales_of("down", own["down"], found["down"], alpha)
+        own["gate_up"] = _divided(own["gate_up"], 1, 0, scale_F[:, None])
+        own["down"] = own["down"] * scale_F
+    for norm, readers in _AFTER_NORM.items():
+        for name in found.keys() & set(readers):
+            scale_D = _scales_of(name, own[name], found[name], alpha)
+            own[norm] = own[norm] / scale_D
+            for reader in own.keys() & set(readers):
+                own[reader] = own[reader] * scale_D
     return {prefix + name: array for name, array in own.items()}
 
 
 def _scales_of(name: str, weight: Array, peak: Array, alpha: float) -> Array:
-    """`[*in]`, but `[K, h]` for the output projection `[D, K, G, h]`."""
-    outputs = tuple(range(weight.ndim - peak.ndim))
-    weight_peak = np.max(np.abs(weight), axis=outputs)
+    """`[*in]`, but `[K, h]` for the output projection `[D, K, G, h]`.
+
+    Rows of weights have scales of their own, so what counts of a channel is its share of each row's largest.
+    """
+    size = np.abs(weight)
+    inputs = tuple(range(weight.ndim - peak.ndim, weight.ndim))
+    size /= np.maximum(size.max(axis=inputs, keepdims=True), np.finfo(np.float32).tiny)
+    weight_peak = size.max(axis=tuple(range(weight.ndim - peak.ndim)))
     if name == "o":
         peak, weight_peak = peak.max(axis=1), weight_peak.max(axis=1)
     return smooth_scales(peak, weight_peak, alpha)
-
-
-def _fold_into_norm(own: dict[str, Array], norm: str, readers: Collection[str], scale: Array) -> None:
-    own[norm] = own[norm] / scale
-    for reader in own.keys() & set(readers):
-        own[reader] = own[reader] * scale
 
 
 def _divided(array: Array, index: int, axis: int, scale: Array) -> Array:
