@@ -89,6 +89,8 @@ def observe_peaks(
 
     The model is in memory in float32 meanwhile. `on_progress` hears of "load" and "calibrate". Matrices whose
     inputs are not seen are left out: what experts' down reads, and a tied head.
+
+    Raises ValueError, naming the matrix, where the model makes no numbers of the text.
     """
     longest = max(len(window.token_ids) for window in windows)
     options = EngineOptions(quantize="f32", max_model_len=longest, num_slots=1)
@@ -100,7 +102,11 @@ def observe_peaks(
     for number, window in enumerate(windows):
         reader.read(params, window)
         on_progress("calibrate", number + 1, len(windows))
-    return reader.peaks()
+    peaks = reader.peaks()
+    for name, peak in peaks.items():
+        if not np.isfinite(peak).all():
+            raise ValueError(f"{checkpoint.path}: what {name} reads of the text is not finite")
+    return peaks
 
 
 class _Reader:

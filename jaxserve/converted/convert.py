@@ -128,7 +128,11 @@ def _peaks(
         format = recipe.format_of(name) if recipe else None
         return format is not None and format.row_bits > 0
 
-    return {name: peak for name, peak in observed.items() if is_rounded(name)}
+    peaks = {name: peak for name, peak in observed.items() if is_rounded(name)}
+    if not peaks:
+        named = recipe.name if recipe else ""
+        raise ValueError(f"recipe {named!r} rounds the activations of no matrix that can be smoothed")
+    return peaks
 
 
 def _entry(calibration: Calibration) -> CalibrationEntry:

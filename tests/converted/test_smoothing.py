@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from jaxserve import LLM, SamplingParams
 from jaxserve.cli import main
@@ -148,6 +149,41 @@ def test_the_largest_inputs_are_those_of_a_plain_model(name: str, tmp_path: Path
     assert any(not np.allclose(alone[matrix], observed[matrix]) for matrix in observed)
 
 
+@pytest.mark.parametrize(
+    ("name", "norm", "layer", "matrix"),
+    [
+        ("gemma3", "pre_feedforward_layernorm", 4, "gate_up"),  # In the second repetition of three.
+        ("qwen3_moe_dense_layer", "post_attention_layernorm", 2, "expert_gate_up"),
+    ],
+)
+def test_the_largest_inputs_are_those_of_their_own_layer(
+    name: str, norm: str, layer: int, matrix: str, tmp_path: Path
+) -> None:
+    folder = write_tiny_model(name, tmp_path)
+    windows = [Window(load_cases(name).cases[1].prompt_ids)]
+    before, old = observed_in(folder, windows), dict(open_checkpoint(folder).read("float32"))
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    weights[f"model.layers.{layer}.{norm}.weight"][0] = 500.0
+    save_file(weights, file, {"format": "pt"})
+    after, new = observed_in(folder, windows), dict(open_checkpoint(folder).read("float32"))
+    weight = f"layers.{layer}.mlp_norm"
+    grown = np.ones(len(old[weight]))
+    grown[0] = new[weight][0] / old[weight][0]
+    assert abs(grown[0]) > 100
+    for key, peak in before.items():
+        if key == f"layers.{layer}.{matrix}":
+            np.testing.assert_allclose(after[key], peak * np.abs(grown), rtol=1e-5)
+        elif int(key.split(".")[1]) < layer or key.endswith((f"{layer}.qkv", f"{layer}.o")):
+            np.testing.assert_allclose(after[key], peak, rtol=1e-5, err_msg=key)
+
+
+def observed_in(folder: Path, windows: list[Window]) -> Parameters:
+    peaks = observe_peaks(open_checkpoint(folder), windows)
+    peaks.pop("head", None)
+    return peaks
+
+
 STORY = "Once upon a time, there was a little girl named Lily. She loved to play outside in the park. " * 20
 
 
@@ -227,6 +263,13 @@ def test_only_what_is_rounded_is_smoothed(tmp_path: Path) -> None:
     convert(source, tmp_path / "plain", recipe=recipe)
     changed = changed_parameters(*(open_converted(tmp_path / name) for name in ("out", "plain")))
     assert {name.rpartition(".")[2] for name in changed} == {"attn_norm", "qkv", "gate_up", "down"}
+
+
+def test_a_recipe_that_rounds_only_what_stays_is_refused(tmp_path: Path) -> None:
+    source = opened("llama_gqa_tied", tmp_path / "source")
+    calibration = Calibration([Window(load_cases("llama_gqa_tied").cases[1].prompt_ids)], 0.5, "")
+    with pytest.raises(ValueError, match="'embed=w8a8,\\*=fp8' rounds the activations of no matrix that"):
+        convert(source, tmp_path / "out", recipe=recipe_named("embed=w8a8,*=fp8"), calibration=calibration)
 
 
 def changed_parameters(first: ConvertedCheckpoint, second: ConvertedCheckpoint) -> set[str]:
