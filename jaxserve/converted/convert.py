@@ -9,13 +9,11 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
-
 from jaxserve.config import FloatFormat
 from jaxserve.converted.calibration import Calibration, observe_peaks
 from jaxserve.converted.parameters import GROUP_BYTES, save_parameters
-from jaxserve.engine.loading import log_conversion, read_parameters, reported
-from jaxserve.engine.parameters import quantised
+from jaxserve.engine.loading import keeps_stored, log_conversion, read_parameters, refuse_stored, reported
+from jaxserve.engine.parameters import Named, quantised
 from jaxserve.quantization import Recipe
 from jaxserve.quantization.smoothing import check_smoothing, smoothed, smoothing_label
 from jaxserve.weights import AnyCheckpoint, Checkpoint
@@ -52,7 +50,7 @@ def convert(
     Args:
         checkpoint: the source.
         out: the folder; must not exist.
-        recipe: quantises the parameters; None keeps them as they are, quantised or not.
+        recipe: quantises the parameters; None, or "stored", keeps them as an engine here would.
         compute_format: of what is not quantised; by default bfloat16 if the source is, else float32.
         calibration: smooths the parameters before they are quantised, by a text that the float32 model reads.
         on_progress: called with "convert", the number of parameters written so far, and of all; before that
@@ -68,20 +66,21 @@ def convert(
         raise ValueError(f"{out} exists; name a folder that does not")
     stored = _stored_format(checkpoint, recipe, compute_format)
     source = checkpoint.stored
-    own = source.recipe if source and recipe is None else None
+    asked = recipe.name if recipe else None
+    if source is None:
+        refuse_stored(checkpoint, asked)
+    own = source.recipe if source and keeps_stored(source, asked) else None
     recipe = own or (recipe if recipe and recipe.rules else None)
-    peaks = _peaks(checkpoint, recipe, calibration, on_progress)
+    if calibration:
+        named = _smoothed(checkpoint, None if own else recipe, stored, calibration, on_progress)
+    else:
+        named = read_parameters(checkpoint, recipe, stored)
     out.parent.mkdir(parents=True, exist_ok=True)
     # Under a name that nobody looks for until all of it is there.
     partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     try:
         if source:
             log_conversion(source, recipe, stored)
-        if recipe and calibration:
-            plain = smoothed(checkpoint.read("float32"), peaks, calibration.alpha)
-            named = quantised(plain, checkpoint.config, recipe, stored)
-        else:
-            named = read_parameters(checkpoint, recipe, stored)
         named = reported(named, checkpoint.config, lambda done, total: on_progress("convert", done, total))
         groups = save_parameters(named, partial, group_bytes)
         _copy_text(checkpoint, partial)
@@ -112,27 +111,25 @@ def _stored_format(checkpoint: Checkpoint, recipe: Recipe | None, asked: FloatFo
     return asked or of_recipe or checkpoint.natural_format
 
 
-def _peaks(
+def _smoothed(
     checkpoint: Checkpoint,
     recipe: Recipe | None,
-    calibration: Calibration | None,
+    compute_format: FloatFormat,
+    calibration: Calibration,
     on_progress: Callable[[str, int, int], None],
-) -> dict[str, np.ndarray]:
-    """What is to be smoothed, and by what: the matrices whose other factor is rounded."""
-    if calibration is None:
-        return {}
-    check_smoothing(recipe, calibration.alpha)
+) -> Named:
+    """The parameters in the formats of a recipe, smoothed where their other factor is rounded.
+
+    The model has read the text when this returns. Raises ValueError for a recipe that this does not help.
+    """
+    recipe = check_smoothing(recipe, calibration.alpha)
     observed = observe_peaks(checkpoint, calibration.windows, on_progress)
-
-    def is_rounded(name: str) -> bool:
-        format = recipe.format_of(name) if recipe else None
-        return format is not None and format.row_bits > 0
-
-    peaks = {name: peak for name, peak in observed.items() if is_rounded(name)}
+    formats = {name: recipe.format_of(name) for name in observed}
+    peaks = {name: observed[name] for name, format in formats.items() if format and format.row_bits}
     if not peaks:
-        named = recipe.name if recipe else ""
-        raise ValueError(f"recipe {named!r} rounds the activations of no matrix that can be smoothed")
-    return peaks
+        raise ValueError(f"recipe {recipe.name!r} rounds the activations of no matrix that can be smoothed")
+    plain = smoothed(checkpoint.read("float32"), peaks, calibration.alpha)
+    return quantised(plain, checkpoint.config, recipe, compute_format)
 
 
 def _entry(calibration: Calibration) -> CalibrationEntry:

@@ -45,8 +45,8 @@ def smoothing_label(alpha: float) -> str:
     return f"smooth-{alpha:g}@{VERSION}"
 
 
-def check_smoothing(recipe: Recipe | None, alpha: float) -> None:
-    """Raise ValueError for an alpha that is no share, and for a recipe that rounds no activations."""
+def check_smoothing(recipe: Recipe | None, alpha: float) -> Recipe:
+    """The recipe. Raises ValueError for an alpha that is no share, or one that rounds no activations."""
     if not 0 <= alpha <= 1:
         raise ValueError(f"smooth-alpha {alpha} is out of range: it must be 0 to 1")
     if recipe is None or not recipe.rounds_activations:
@@ -55,6 +55,7 @@ def check_smoothing(recipe: Recipe | None, alpha: float) -> None:
             f"calibration makes activations easier to round, and {named} rounds none; those that do are "
             "int8 and w8a8"
         )
+    return recipe
 
 
 def smooth_scales(peak: Array, weight_peak: Array, alpha: float) -> Array:
