@@ -190,6 +190,8 @@ class EngineConfig:
     """Parameters of such a checkpoint that no format holds, and that have the compute format."""
     converted_from: str = ""
     """How the checkpoint stored its weights, where they are all loaded in another form."""
+    calibration: str = ""
+    """Label of what a text has changed about the weights before they were quantised; empty for nothing."""
     max_logprobs: int = 20
     """Most alternatives that a request may ask for at each position."""
     logprobs_mode: LogprobsMode = "raw"

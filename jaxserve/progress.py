@@ -12,6 +12,7 @@ from tqdm.auto import tqdm  # pyright: ignore[reportMissingModuleSource]
 _WORDS = {
     "load": ("Loading", "tensors"),
     "compile": ("Compiling", "programs"),
+    "calibrate": ("Calibrating", "windows"),
     "convert": ("Converting", "tensors"),
 }
 _DELAY_SECONDS = 1.0

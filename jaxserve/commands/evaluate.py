@@ -16,6 +16,7 @@ from jaxserve.interrupts import interrupts_deferred
 if TYPE_CHECKING:
     from jaxserve.engine.build import EngineOptions
     from jaxserve.evaluation import Plan, Text
+    from jaxserve.opened_model import OpenedModel
     from jaxserve.text import Tokenizer
 
 _DESCRIPTION = """Measures a model against a reference, which by default is the same model in float32: the
@@ -79,6 +80,8 @@ class Evaluate:
             plan = _read_plan(args)
             shown = shows_status(args)
             opened = open_model(args.model, progress=shown)
+            if args.against is None:
+                _require_plain(opened)
             against = opened if args.against is None else open_model(args.against, progress=shown)
             model_options, reference_options = _options(args)
             model = Side(args.model, opened, model_options, progress=shown)
@@ -91,6 +94,18 @@ class Evaluate:
         for verdict in report.failures:
             say(f"jaxserve evaluate: floor missed: {verdict}")
         return 0 if report.passed else 1
+
+
+def _require_plain(model: OpenedModel) -> None:
+    """Raise ValueError for a model that has been quantised, whose float32 is the quantised one."""
+    from jaxserve.weights import ConvertedCheckpoint
+
+    checkpoint = model.checkpoint
+    if isinstance(checkpoint, ConvertedCheckpoint) and checkpoint.recipe:
+        raise ValueError(
+            f"{checkpoint.path} has been quantised ({checkpoint.recipe}) and would be compared with itself; "
+            "name the model that it was made from: --against"
+        )
 
 
 def _options(args: argparse.Namespace) -> tuple[EngineOptions, EngineOptions]:

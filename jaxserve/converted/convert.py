@@ -10,12 +10,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jaxserve.config import FloatFormat
+from jaxserve.converted.calibration import Calibration, observe_peaks
 from jaxserve.converted.parameters import GROUP_BYTES, save_parameters
 from jaxserve.engine.loading import keeps_stored, log_conversion, read_parameters, refuse_stored, reported
+from jaxserve.engine.parameters import Named, quantised
 from jaxserve.quantization import Recipe
+from jaxserve.quantization.smoothing import check_smoothing, smoothed, smoothing_label
 from jaxserve.weights import AnyCheckpoint, Checkpoint
 from jaxserve.weights.converted import GGUF_METADATA
-from jaxserve.weights.manifest import FileEntry, Manifest
+from jaxserve.weights.manifest import CalibrationEntry, FileEntry, Manifest
 
 TEXT_FILES = (
     "config.json",
@@ -36,7 +39,8 @@ def convert(
     *,
     recipe: Recipe | None = None,
     compute_format: FloatFormat | None = None,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    calibration: Calibration | None = None,
+    on_progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
     group_bytes: int = GROUP_BYTES,
 ) -> Manifest:
     """Write a model to a new folder, which any engine opens as it opens the source.
@@ -48,11 +52,13 @@ def convert(
         out: the folder; must not exist.
         recipe: quantises the parameters; None, or "stored", keeps them as an engine here would.
         compute_format: of what is not quantised; by default bfloat16 if the source is, else float32.
-        on_progress: called with the number of parameters written so far, and of all.
+        calibration: smooths the parameters before they are quantised, by a text that the float32 model reads.
+        on_progress: called with "convert", the number of parameters written so far, and of all; before that
+            with what a calibration does.
         group_bytes: of parameters held in memory at a time.
 
-    Raises ValueError if `out` exists, if the source has been converted before, or for a recipe of another
-    compute format.
+    Raises ValueError if `out` exists, if the source has been converted before, for a recipe of another
+    compute format, or for one that a calibration does not help.
     """
     if not isinstance(checkpoint, Checkpoint):
         raise ValueError(f"{checkpoint.path} has been converted already; name the model it was made from")
@@ -65,13 +71,17 @@ def convert(
         refuse_stored(checkpoint, asked)
     own = source.recipe if source and keeps_stored(source, asked) else None
     recipe = own or (recipe if recipe and recipe.rules else None)
+    if calibration:
+        named = _smoothed(checkpoint, None if own else recipe, stored, calibration, on_progress)
+    else:
+        named = read_parameters(checkpoint, recipe, stored)
     out.parent.mkdir(parents=True, exist_ok=True)
     # Under a name that nobody looks for until all of it is there.
     partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     try:
         if source:
             log_conversion(source, recipe, stored)
-        named = reported(read_parameters(checkpoint, recipe, stored), checkpoint.config, on_progress)
+        named = reported(named, checkpoint.config, lambda done, total: on_progress("convert", done, total))
         groups = save_parameters(named, partial, group_bytes)
         _copy_text(checkpoint, partial)
         manifest = Manifest(
@@ -84,6 +94,7 @@ def convert(
             stored_formats=own.rules if own else (),
             num_widened=len(source.widened) if source and own else 0,
             converted_from=source.label if source and not own else "",
+            calibration=_entry(calibration) if calibration else None,
         )
         manifest.write(partial)
         partial.chmod(0o777 & ~_umask())
@@ -98,6 +109,33 @@ def _stored_format(checkpoint: Checkpoint, recipe: Recipe | None, asked: FloatFo
     if recipe and of_recipe and asked not in (None, of_recipe):
         raise ValueError(f"recipe {recipe.name!r} is {of_recipe}, and {asked} was asked for")
     return asked or of_recipe or checkpoint.natural_format
+
+
+def _smoothed(
+    checkpoint: Checkpoint,
+    recipe: Recipe | None,
+    compute_format: FloatFormat,
+    calibration: Calibration,
+    on_progress: Callable[[str, int, int], None],
+) -> Named:
+    """The parameters in the formats of a recipe, smoothed where their other factor is rounded.
+
+    The model has read the text when this returns. Raises ValueError for a recipe that this does not help.
+    """
+    recipe = check_smoothing(recipe, calibration.alpha)
+    observed = observe_peaks(checkpoint, calibration.windows, on_progress)
+    formats = {name: recipe.format_of(name) for name in observed}
+    peaks = {name: observed[name] for name, format in formats.items() if format and format.row_bits}
+    if not peaks:
+        raise ValueError(f"recipe {recipe.name!r} rounds the activations of no matrix that can be smoothed")
+    plain = smoothed(checkpoint.read("float32"), peaks, calibration.alpha)
+    return quantised(plain, checkpoint.config, recipe, compute_format)
+
+
+def _entry(calibration: Calibration) -> CalibrationEntry:
+    return CalibrationEntry(
+        smoothing_label(calibration.alpha), calibration.text_sha256, calibration.num_tokens
+    )
 
 
 def _copy_text(checkpoint: Checkpoint, folder: Path) -> None:

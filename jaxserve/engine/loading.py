@@ -35,7 +35,8 @@ def stored_as(config: EngineConfig, checkpoint: AnyCheckpoint, quantize: str | N
         if not checkpoint.stored_formats:
             if checkpoint.recipe is None:
                 refuse_stored(checkpoint, quantize)
-            return replace(config, converted_from=checkpoint.converted_from)
+            own = {"converted_from": checkpoint.converted_from, "calibration": checkpoint.calibration}
+            return replace(config, **own)
         return replace(
             config,
             recipe=checkpoint.recipe,

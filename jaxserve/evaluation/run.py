@@ -11,7 +11,7 @@ from jaxserve.evaluation.measures import Floor, Measure, SliceReport, judge_floo
 from jaxserve.evaluation.needle import NeedleCase
 from jaxserve.evaluation.prompt_sets import Case
 from jaxserve.evaluation.report import AnswerPair, EvaluationReport, NeedleCell, SideReport
-from jaxserve.evaluation.scoring import Scorer, cut_windows
+from jaxserve.evaluation.scoring import Scorer
 from jaxserve.evaluation.sides import Generation, Side, require_same_vocabulary
 from jaxserve.evaluation.tasks import (
     Answer,
@@ -24,6 +24,7 @@ from jaxserve.evaluation.tasks import (
 from jaxserve.plan import SamplingParams
 from jaxserve.prompts import EncodedPrompt
 from jaxserve.quantization import precision_of
+from jaxserve.text.windows import cut_windows
 
 _TEXT_MEASURES: tuple[str, ...] = ("perplexity", "perplexity-change", "kl", "kl-p99", "top1")
 

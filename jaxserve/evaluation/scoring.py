@@ -22,9 +22,9 @@ from jaxserve.engine.build import layer_loop_for, local_target
 from jaxserve.engine.shardings import cache_shardings
 from jaxserve.evaluation.sides import Side, require_same_vocabulary
 from jaxserve.model.cache import Cache, make_cache, page_layouts
-from jaxserve.model.rows import Rows
+from jaxserve.model.rows import sequence_rows
 from jaxserve.model.transformer import Params, Transformer
-from jaxserve.text import Tokenizer
+from jaxserve.text.windows import Window
 from sharding import make_mesh
 
 Scored = jax.Array | npt.NDArray[Any]
@@ -54,48 +54,6 @@ class Scores:
     model_seconds: float
     """Of the model's forward passes and logits; the comparison is in neither."""
     reference_seconds: float
-
-
-@dataclass(frozen=True)
-class Window:
-    """A piece of a text that is read on its own."""
-
-    token_ids: npt.NDArray[np.int32]
-    """The tokens that open any text, then those of the piece."""
-
-
-def cut_windows(
-    tokenizer: Tokenizer, text: str, *, context: int, max_tokens: int | None = None
-) -> list[Window]:
-    """A text as windows, each with the tokens before it that the model expects at a beginning.
-
-    Args:
-        tokenizer: of both models.
-        text: what to read.
-        context: most tokens of a window; its first token is not scored, having nothing before it.
-        max_tokens: most tokens of the text; None for all.
-
-    Raises ValueError for a context below 2, or a text of fewer than 2 tokens.
-    """
-    opening = _opening(tokenizer)
-    ids = tokenizer.encode(text, add_special_tokens=False)[:max_tokens]
-    piece_len = context - len(opening)
-    if piece_len < 1 or context < 2:
-        raise ValueError(
-            f"context {context} leaves no token to score; at least {len(opening) + 2} are needed"
-        )
-    pieces = [opening + ids[first : first + piece_len] for first in range(0, len(ids), piece_len)]
-    windows = [Window(np.asarray(piece, np.int32)) for piece in pieces if len(piece) > 1]
-    if not windows:
-        raise ValueError(f"a text of {len(ids)} tokens has none to score; at least 2 are needed")
-    return windows
-
-
-def _opening(tokenizer: Tokenizer) -> list[int]:
-    """What stands before every text, but not after it."""
-    marked = tokenizer.encode("a")
-    plain = tokenizer.encode("a", add_special_tokens=False)
-    return marked[: marked.index(plain[0])] if plain and plain[0] in marked else []
 
 
 class Scorer:
@@ -239,27 +197,9 @@ def read_chunk(
     start: jax.Array,
     num_tokens: jax.Array,
 ) -> tuple[jax.Array, Cache]:
-    """One sequence's next tokens: hidden states `[T, D]`, and the caches with them written.
-
-    Its pages are 1, 2 and so on in every group; rows from `num_tokens` on are padding.
-    """
-    config = transformer.config
-    row_T = jnp.arange(token_T.shape[0], dtype=jnp.int32)
-    valid_T = row_T < num_tokens
-    position_T = jnp.where(valid_T, start + row_T, 0)
-    pages = np.arange(1, config.pages_per_sequence + 1, dtype=np.int32)
-    pages[pages >= config.cache.num_pages[0]] = 0  # The table is as wide as whole blocks of context.
-    table_1P = jnp.asarray(pages)[None]
-    page_T = jnp.where(valid_T, table_1P[0, position_T // config.cache.page_size], 0)
-    num_groups = len(config.model.windows)
-    rows = Rows(
-        position_T=position_T,
-        valid_T=valid_T,
-        page_TG=(page_T,) * num_groups,
-        page_table=(table_1P,) * num_groups,
-        query_start_S1=jnp.stack([jnp.zeros((), jnp.int32), num_tokens]),
-        context_len_S=(start + num_tokens)[None],
-    )
+    """One sequence's next tokens: hidden states `[T, D]`, and the caches with them written; see
+    `sequence_rows`."""
+    rows = sequence_rows(transformer.config, token_T.shape[0], start, num_tokens)
     return transformer.forward(params, cache, token_T, rows, single=False)
 
 

@@ -32,6 +32,7 @@ from jaxserve.model.layers import (
     take_rows,
 )
 from jaxserve.model.parameters import EXPERT_NAMES, layer_parameters, model_parameters
+from jaxserve.model.peaks import Peaks, SegmentPeaks, raise_peaks
 from jaxserve.model.rows import Rows
 from jaxserve.model.spread import weight_specs
 from jaxserve.quantization.weight import QuantisedWeight
@@ -60,6 +61,9 @@ matrix there may be a `QuantisedWeight`, of such arrays or tuples."""
 _ATTENTION_NAMES = ("qkv", "qkv_bias", "q_norm", "k_norm", "o")
 _MLP_NAMES = ("gate_up", "down")
 
+Carry = tuple[jax.Array, Cache, SegmentPeaks | None]
+"""What goes from layer to layer: hidden states, caches, and the segment's peaks if they are asked for."""
+
 
 @dataclass(frozen=True)
 class LayerWeights:
@@ -68,6 +72,13 @@ class LayerWeights:
     parameters: Mapping[str, Any]
     repetition: jax.Array | int
     target: Target
+    inputs: dict[str, jax.Array] | None = None
+    """Takes what each matrix is multiplied with, while the layer is traced; None where nobody asks."""
+
+    def see(self, name: str, x: jax.Array) -> None:
+        """Note the input `[T, *in]` of a matrix."""
+        if self.inputs is not None:
+            self.inputs[name] = x
 
     def small(self, name: str) -> jax.Array:
         """A norm, a bias or a router."""
@@ -75,6 +86,7 @@ class LayerWeights:
 
     def linear(self, name: str, x: jax.Array) -> jax.Array:
         """`[T, *out]`: x `[T, *in]` times one of the layer's matrices, plus its bias if it has one."""
+        self.see(name, x)
         weight = self.parameters[name]
         bias = self.small(f"{name}_bias") if f"{name}_bias" in self.parameters else None
         values = weight.values if isinstance(weight, QuantisedWeight) else weight
@@ -132,7 +144,28 @@ class Transformer:
             single: every sequence has exactly one row.
             num_layers: stop after so many layers; None goes through all.
         """
-        model = self.model
+        x_TD, cache, _ = self._run(params, (cache, None), token_T, rows, single, num_layers)
+        return x_TD, cache
+
+    def observe(
+        self, params: Params, cache: Cache, peaks: Peaks, token_T: jax.Array, rows: Rows
+    ) -> tuple[jax.Array, Cache, Peaks]:
+        """What `forward` gives, and the largest inputs of every matrix with these rows among them."""
+        x_TD, cache, seen = self._run(params, (cache, peaks), token_T, rows, False, None)
+        assert seen is not None
+        return x_TD, cache, seen
+
+    def _run(
+        self,
+        params: Params,
+        state: tuple[Cache, Peaks | None],
+        token_T: jax.Array,
+        rows: Rows,
+        single: bool,
+        num_layers: int | None,
+    ) -> tuple[jax.Array, Cache, Peaks | None]:
+        """Through the layers; peaks are raised if there are any."""
+        model, (cache, peaks) = self.model, state
         num_layers = model.num_layers if num_layers is None else num_layers
         x_TD = self._embed(params["embed"], token_T)
         if model.embed_scale != 1.0:
@@ -142,12 +175,16 @@ class Transformer:
             for kind in dict.fromkeys(_rope_kind(kind) for kind in model.layers)
         }
         places = layer_places(model)
-        carry = x_TD, cache
-        for segment, weights in zip(model.segments, params["segments"], strict=True):
+        seen: list[SegmentPeaks] = []
+        for number, (segment, weights) in enumerate(zip(model.segments, params["segments"], strict=True)):
             first = places[segment.first : segment.first + len(segment.pattern)]
             num_in_segment = min(max(num_layers - segment.first, 0), len(segment.pattern) * segment.count)
-            carry = self._run_segment(segment, weights, first, num_in_segment, carry, rows, ropes, single)
-        return carry
+            carry = x_TD, cache, peaks[number] if peaks else None
+            x_TD, cache, raised = self._run_segment(
+                segment, weights, first, num_in_segment, carry, rows, ropes, single
+            )
+            seen += [raised] if raised else []
+        return x_TD, cache, tuple(seen) or None
 
     def logits(self, params: Params, x_RD: jax.Array) -> jax.Array:
         """Float32 `[R, V]` of some rows' hidden states."""
@@ -192,26 +229,28 @@ class Transformer:
         weights: tuple[Mapping[str, Any], ...],
         places: tuple[LayerPlace, ...],
         num_layers: int,
-        carry: tuple[jax.Array, Cache],
+        carry: Carry,
         rows: Rows,
         ropes: dict[LayerKind, Any],
         single: bool,
-    ) -> tuple[jax.Array, Cache]:
+    ) -> Carry:
         """The first layers of a segment; `places` are those of its pattern's first repetition."""
         # A group's layers are numbered through, so each repetition moves on by as many as the pattern has.
         strides = [sum(other.group == place.group for other in places) for place in places]
 
-        def repetition(
-            number: jax.Array | int, carry: tuple[jax.Array, Cache], num: int | None = None
-        ) -> tuple[jax.Array, Cache]:
-            x_TD, cache = carry
+        def repetition(number: jax.Array | int, carry: Carry, num: int | None = None) -> Carry:
+            x_TD, cache, peaks = carry
             for i, kind in enumerate(segment.pattern[:num]):
-                layer = LayerWeights(weights[i], number, self.target)
+                inputs: dict[str, jax.Array] | None = None if peaks is None else {}
+                layer = LayerWeights(weights[i], number, self.target, inputs)
                 index = jnp.asarray(places[i].index + number * strides[i], jnp.int32)
                 x_TD, cache = self._layer(
                     kind, layer, places[i].group, index, x_TD, cache, rows, ropes, single
                 )
-            return x_TD, cache
+                if peaks is not None and inputs is not None:
+                    raised = raise_peaks(peaks[i], number, inputs, rows.valid_T)
+                    peaks = (*peaks[:i], raised, *peaks[i + 1 :])
+            return x_TD, cache, peaks
 
         count, rest = divmod(num_layers, len(segment.pattern))
         if self.layer_loop == "unrolled" or count == 1:
@@ -244,6 +283,7 @@ class Transformer:
         normed_TD = self._norm(x_TD, layer.small("mlp_norm"))
         if kind.experts:
             gate_up, down = (layer.experts(name) for name in EXPERT_NAMES)
+            layer.see(EXPERT_NAMES[0], normed_TD)
             out_TD = expert_mlp(
                 normed_TD,
                 rows.valid_T,

@@ -44,6 +44,11 @@ class Recipe:
         formats = [format_named(name) for _, name in self.rules]
         return any(pattern == "*" for pattern, _ in self.rules) and all(one.row_bits for one in formats)
 
+    @property
+    def rounds_activations(self) -> bool:
+        """Whether any matrix is multiplied with rows of integers."""
+        return any(format_named(name).row_bits for _, name in self.rules)
+
     def format_of(self, parameter: str) -> WeightFormat | None:
         """The format of a parameter by its full name; None for the compute format."""
         for pattern, name in self.rules:
@@ -131,12 +136,14 @@ def recipe_in_force(config: EngineConfig) -> Recipe | None:
 
 
 def precision_of(config: EngineConfig) -> str:
-    """What an engine computes in: the compute format, after the recipe of its weights if they have one.
+    """What an engine computes in: the compute format, after the recipe of its weights if they have one, and
+    what those were calibrated by: "w8a8@1 smooth-0.5@1 float32".
 
     Where those are not as the checkpoint stored them, after that: "gguf q4_1 -> float32".
     """
     recipe = recipe_in_force(config)
-    precision = f"{recipe.label} {config.compute_format}" if recipe else config.compute_format
+    parts = (recipe.label if recipe else "", config.calibration, config.compute_format)
+    precision = " ".join(part for part in parts if part)
     if config.num_widened:
         precision += f", {config.num_widened} widened"
     return f"{config.converted_from} -> {precision}" if config.converted_from else precision

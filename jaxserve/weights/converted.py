@@ -37,6 +37,8 @@ class ConvertedCheckpoint:
     """The recipe's rules, where it came with the source: see `EngineConfig`."""
     num_widened: int = 0
     converted_from: str = ""
+    calibration: str = ""
+    """Label of what its parameters were calibrated by; see `CalibrationEntry`."""
 
     def group_folder(self, index: int) -> Path:
         """Where one of the Orbax checkpoints lies."""
@@ -91,4 +93,5 @@ def open_converted(path: Path) -> ConvertedCheckpoint:
         manifest.stored_formats,
         manifest.num_widened,
         manifest.converted_from,
+        manifest.calibration.label if manifest.calibration else "",
     )

@@ -37,6 +37,17 @@ class FileEntry:
         return cls(path.stat().st_size, digest.hexdigest())
 
 
+@dataclass(frozen=True)
+class CalibrationEntry:
+    """What the parameters were changed by, before they were quantised, that leaves the model the same."""
+
+    label: str
+    """Method, setting and version, as receipts and caches know it: smooth-0.5@1."""
+    text_sha256: str
+    num_tokens: int
+    """Read of that text, those that open its windows included."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
     """A converted model apart from its numbers."""
@@ -58,6 +69,7 @@ class Manifest:
     """Parameters that were quantised in the source, beside those, and are in the compute format."""
     converted_from: str = ""
     """How the source stored its weights, where they are all in another form."""
+    calibration: CalibrationEntry | None = None
 
     @property
     def fingerprint(self) -> str:
@@ -65,6 +77,8 @@ class Manifest:
         text = [repr(self.model), str(self.recipe), self.compute_format]
         if self.stored_formats:
             text.append(repr(self.stored_formats))
+        if self.calibration:
+            text.append(repr(self.calibration))
         text += [f"{name} {entry.sha256}" for name, entry in sorted(self.files.items())]
         return hashlib.sha256("\n".join(text).encode()).hexdigest()[:32]
 
@@ -86,6 +100,7 @@ class Manifest:
 
     @classmethod
     def _from_json(cls, content: dict[str, Any]) -> Manifest:
+        calibration = content.get("calibration")
         if content["format"] != FORMAT:
             raise ValueError(f"it has format {content['format']!r}, and this version reads {FORMAT}")
         if content["compute_format"] not in get_args(FloatFormat):
@@ -101,6 +116,7 @@ class Manifest:
             stored_formats=tuple((pattern, name) for pattern, name in content.get("stored_formats", ())),
             num_widened=content.get("num_widened", 0),
             converted_from=content.get("converted_from", ""),
+            calibration=CalibrationEntry(**calibration) if calibration else None,
         )
 
 

@@ -112,7 +112,7 @@ def test_what_is_interrupted_leaves_nothing(tmp_path: Path) -> None:
     folder = tmp_path / "models"
     half: list[Path] = []
 
-    def interrupt(done: int, total: int) -> None:
+    def interrupt(stage: str, done: int, total: int) -> None:
         if done == total:
             half.extend(folder.iterdir())
             with pytest.raises(ValueError, match="config"):

@@ -11,7 +11,8 @@ import pytest
 from jaxserve import LLM, OpenedModel, SamplingParams, open_model
 from jaxserve.engine.build import EngineOptions
 from jaxserve.evaluation import Side
-from jaxserve.evaluation.scoring import Scorer, Window, compare_distributions, cut_windows
+from jaxserve.evaluation.scoring import Scorer, compare_distributions
+from jaxserve.text.windows import Window, cut_windows
 from jaxserve.weights import open_checkpoint
 from tests.fake_model import BOS, byte_tokenizer
 from tests.oracle.cases import load_cases
