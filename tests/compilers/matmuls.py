@@ -1,0 +1,88 @@
+"""Compile the multiplication by quantised matrices for TPUs that are not here.
+
+    python -m tests.compilers.matmuls v5e v5p v6e
+
+Prints a line of JSON for each: seconds, bytes of temporaries, and an error or null. For the last chip every
+case of the tests, for each one matrices of real models by one row to 8,192.
+Needs libtpu: the project's extra compilers-tpu.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import TYPE_CHECKING
+
+from jaxserve.engine.machines import COMPILER_ENVIRONMENT, Machine
+
+if TYPE_CHECKING:
+    from pallas_kernels.quantised_matmul.cases import MatmulCase
+
+
+def main() -> None:
+    """Read the chips' names from the command line; compile."""
+    os.environ.update(COMPILER_ENVIRONMENT)
+    from pallas_kernels.quantised_matmul.cases import CASES, MatmulCase
+
+    down = {"num_inputs": 14336, "num_outputs": 4096, "num_layers": 32}
+    real = (
+        MatmulCase(1, **down),
+        MatmulCase(64, **down, rows="int16"),
+        MatmulCase(8192, **down, rows="int16"),
+        MatmulCase(8192, **down, storage="float8_e4m3fn"),
+        MatmulCase(8, **down, storage="uint4x2", group=32, zeros=True, scale_type="bfloat16"),
+        MatmulCase(8192, **down, storage="uint4x2", group=32, scale_type="bfloat16"),
+        MatmulCase(64, 4096, 28672, "uint4x2", group=128, scale_type="bfloat16", num_layers=32),
+        MatmulCase(2048, 4096, 28672, rows="int8", num_layers=32),
+    )
+    *others, last = sys.argv[1:]
+    for chip in (*others, last):
+        for case in (*real, *(CASES if chip == last else ())):
+            print(json.dumps(compile_case(chip, case)), flush=True)
+
+
+def compile_case(chip: str, case: MatmulCase) -> dict[str, object]:
+    """What the compiler says of one."""
+    import jax
+    import jax.numpy as jnp
+
+    from pallas_kernels.dispatch import Target
+    from pallas_kernels.quantised_matmul import quantised_matmul
+
+    with Machine.parse(chip).mesh("device") as mesh:
+        device = mesh.devices.flat[0]
+        target = Target(
+            "tpu", device.device_kind, num_cores=device.num_cores, overrides=(("quantised_matmul", "tpu"),)
+        )
+        place = jax.sharding.SingleDeviceSharding(device)
+
+        def multiply(*operands: jax.Array, layer: jax.Array) -> jax.Array:
+            *rest, row_scale_T = operands
+            out_type = jnp.bfloat16 if case.integer else jnp.dtype(case.rows)
+            return quantised_matmul(*rest, layer, row_scale_T=row_scale_T, out_type=out_type, target=target)
+
+        def placed(shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=place)
+
+        shapes = jax.tree.map(placed, case.shapes())
+        layer = placed(jax.ShapeDtypeStruct((), jnp.int32))
+        started, error, temporaries = time.monotonic(), None, 0
+        try:
+            memory = jax.jit(multiply).lower(*shapes, layer=layer).compile().memory_analysis()
+            temporaries = memory.temp_size_in_bytes if memory else 0
+        except Exception as failure:  # whatever it is, it is what is asked for
+            error = str(failure)[:500]
+    return {
+        "chip": chip,
+        "case": str(case),
+        "rows": case.num_rows,
+        "seconds": round(time.monotonic() - started, 1),
+        "temporaries": temporaries,
+        "error": error,
+    }
+
+
+if __name__ == "__main__":
+    main()
