@@ -82,6 +82,21 @@ class AheadEngine:
             yield self._compile(shape)
 
     def _compile(self, shape: StepShape) -> StepReport:
+        started = time.monotonic()
+        compiled = self.lower(shape).compile()
+        seconds = time.monotonic() - started
+        memory = compiled.memory_analysis()
+        assert memory is not None
+        return StepReport(
+            shape,
+            seconds,
+            memory.argument_size_in_bytes,
+            memory.temp_size_in_bytes,
+            memory.alias_size_in_bytes,
+        )
+
+    def lower(self, shape: StepShape) -> jax.stages.Lowered:
+        """A step, traced for the machine."""
         config, mesh = self.config, self.mesh
         layouts = page_layouts(config, self.platform)
         transformer = Transformer(
@@ -95,18 +110,7 @@ class AheadEngine:
             out_shardings=(jax.tree.map(lambda x: x.sharding, self.state), everywhere),
         )
         vector = placed(form.pack(StepPlan.of((), (), shape)), everywhere)
-        started = time.monotonic()
-        compiled = step.lower(self.params, self.state, vector).compile()
-        seconds = time.monotonic() - started
-        memory = compiled.memory_analysis()
-        assert memory is not None
-        return StepReport(
-            shape,
-            seconds,
-            memory.argument_size_in_bytes,
-            memory.temp_size_in_bytes,
-            memory.alias_size_in_bytes,
-        )
+        return step.lower(self.params, self.state, vector)
 
 
 def prepare_ahead(

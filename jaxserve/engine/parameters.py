@@ -14,6 +14,7 @@ from jaxserve.config import FloatFormat, ModelConfig
 from jaxserve.model.parameters import EXPERT_NAMES, ParameterInfo, layer_parameters, model_parameters
 from jaxserve.model.transformer import LayerLoop
 from jaxserve.quantization import Recipe
+from jaxserve.quantization.stacked import for_stack
 from jaxserve.quantization.weight import QuantisedWeight, blank, quantise
 from jaxserve.weights.quantised import StoredMatrix
 
@@ -77,6 +78,9 @@ def place_parameters(named: Named, model: ModelConfig, layer_loop: LayerLoop) ->
         segment, position, repetition = places[int(layer)]
         entries, count = segments[segment][position], model.segments[segment].count
         stacked = _is_stacked(name, model, int(layer), layer_loop)
+        if layer_loop == "stacked" and isinstance(array, QuantisedWeight) and name not in EXPERT_NAMES:
+            entries[name] = _with_member(entries.get(name), for_stack(array), repetition, count)
+            continue
         entries[name] = _with_repetition(entries.get(name), array, repetition, count, stacked)
     tree["segments"] = tuple(tuple(positions) for positions in segments)
     return tree
@@ -116,6 +120,13 @@ def _with_repetition(entry: Any, array: Any, repetition: int, count: int, stacke
     if entry is None:
         entry = jnp.zeros((count, *array.shape), array.dtype)
     return _set_repetition(entry, array, repetition)
+
+
+def _with_member(stack: Any, member: Any, repetition: int, count: int) -> Any:
+    """A stack of `count` trees with one more of them; `stack` is None for the first."""
+    if stack is None:
+        stack = jax.tree.map(lambda array: jnp.zeros((count, *array.shape), array.dtype), member)
+    return jax.tree.map(lambda whole, array: _set_repetition(whole, array, repetition), stack, member)
 
 
 def _is_stacked(name: str, model: ModelConfig, layer: int, layer_loop: LayerLoop) -> bool:

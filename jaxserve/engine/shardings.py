@@ -12,6 +12,7 @@ from jaxserve.config import ModelConfig
 from jaxserve.engine.state import DeviceState
 from jaxserve.model.cache import CACHE_AXES
 from jaxserve.model.parameters import ParameterInfo, layer_parameters, model_parameters
+from jaxserve.quantization.stacked import StackedWeight
 from jaxserve.quantization.weight import QuantisedWeight
 from sharding import AnyMesh, named_sharding, num_shards
 
@@ -54,6 +55,8 @@ def state_shardings(state: DeviceState, mesh: AnyMesh) -> DeviceState:
 
 def _place(entry: Any, info: ParameterInfo, mesh: AnyMesh) -> Any:
     """The sharding of one parameter, of a stack of them, or of each of a tuple."""
+    if isinstance(entry, StackedWeight):
+        return _place_stack(entry, info, mesh)
     if not isinstance(entry, QuantisedWeight):
         return _place_array(entry, info.axes, mesh)
     grouped = entry.format.group > 0
@@ -64,6 +67,22 @@ def _place(entry: Any, info: ParameterInfo, mesh: AnyMesh) -> Any:
         _place_array(entry.values, info.axes, mesh),
         _place_array(entry.scales, axes, mesh),
         None if entry.zeros is None else _place_array(entry.zeros, axes, mesh),
+        entry.format,
+    )
+
+
+def _place_stack(entry: StackedWeight, info: ParameterInfo, mesh: AnyMesh) -> StackedWeight:
+    """Of all layers' matrices; their inputs, one axis, are cut as the first of those that they were."""
+    first_input = len(info.axes) - info.num_input_axes
+    outputs, inputs = info.axes[:first_input], info.axes[first_input]
+    by_scale = (None, *outputs)
+    if entry.format.group:
+        # Unless a device holds part of a group.
+        by_scale = (None, None if entry.scales.shape[1] % num_shards(inputs, mesh) else inputs, *outputs)
+    return StackedWeight(
+        named_sharding(entry.values.shape, (None, *outputs, inputs), mesh),
+        named_sharding(entry.scales.shape, by_scale, mesh),
+        None if entry.zeros is None else named_sharding(entry.zeros.shape, by_scale, mesh),
         entry.format,
     )
 

@@ -32,8 +32,10 @@ from jaxserve.model.layers import (
     swiglu,
     take_rows,
 )
-from jaxserve.model.parameters import EXPERT_NAMES
+from jaxserve.model.parameters import EXPERT_NAMES, ParameterInfo, layer_parameters
 from jaxserve.model.rows import Rows
+from jaxserve.model.stacked import stacked_product
+from jaxserve.quantization.stacked import StackedWeight
 from jaxserve.quantization.weight import QuantisedWeight
 from pallas_kernels.dispatch import Target
 from pallas_kernels.page_layout import PageLayout
@@ -42,7 +44,8 @@ from pallas_kernels.ragged_paged_attention import AttentionParams
 LayerLoop = Literal["stacked", "switched", "unrolled"]
 """How the loop over layers finds a layer's matrices.
 
-- stacked (TPU): one array for all repetitions, indexed inside the product; a dot fuses the slice there.
+- stacked (TPU): one array for all repetitions, indexed inside the product; a dot fuses the slice there, and
+  the kernel for quantised matrices takes the whole stack.
 - switched (CPU): an array for each layer, and a branch for each around every product. A slice of a stack is
   copied on CPU, and unrolling compiles the rest of the layer 30 times over; a branch does neither.
 - unrolled (GPU): an array for each layer, and the loop written out.
@@ -54,7 +57,8 @@ their kernel takes the whole stack and an offset.
 Params = Mapping[str, Any]
 """`embed`, `final_norm`, `head` unless tied, and `segments`: for each segment and each position in its
 pattern the layer's parameters by name, an array `[count, ...]` or a tuple of `count` arrays. In place of any
-matrix there may be a `QuantisedWeight`, of such arrays or tuples."""
+matrix there may be a `QuantisedWeight`, of such arrays or tuples, and in place of a stack of them a
+`StackedWeight`."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,8 @@ class LayerWeights:
     parameters: Mapping[str, Any]
     repetition: jax.Array | int
     target: Target
+    infos: Mapping[str, ParameterInfo]
+    mesh: Mesh | None = None
 
     def small(self, name: str) -> jax.Array:
         """A norm, a bias or a router."""
@@ -73,6 +79,17 @@ class LayerWeights:
         """`[T, *out]`: x `[T, *in]` times one of the layer's matrices, plus its bias if it has one."""
         weight = self.parameters[name]
         bias = self.small(f"{name}_bias") if f"{name}_bias" in self.parameters else None
+        if isinstance(weight, StackedWeight):
+            out = stacked_product(
+                x,
+                weight,
+                self.repetition,
+                self.infos[name],
+                out_type=x.dtype if bias is None else jnp.float32,
+                mesh=self.mesh,
+                target=self.target,
+            )
+            return (out if bias is None else out + bias[None]).astype(x.dtype)
         values = weight.values if isinstance(weight, QuantisedWeight) else weight
         if not isinstance(values, tuple) or isinstance(self.repetition, int):
             return linear(x, jax.tree.map(self._own, weight, is_leaf=lambda x: isinstance(x, tuple)), bias)
@@ -172,6 +189,7 @@ class Transformer:
     ) -> tuple[jax.Array, Cache]:
         """The first layers of a segment; `places` are those of its pattern's first repetition."""
         # A group's layers are numbered through, so each repetition moves on by as many as the pattern has.
+        infos = [layer_parameters(self.model, kind) for kind in segment.pattern]
         strides = [sum(other.group == place.group for other in places) for place in places]
 
         def repetition(
@@ -179,7 +197,7 @@ class Transformer:
         ) -> tuple[jax.Array, Cache]:
             x_TD, cache = carry
             for i, kind in enumerate(segment.pattern[:num]):
-                layer = LayerWeights(weights[i], number, self.target)
+                layer = LayerWeights(weights[i], number, self.target, infos[i], self.mesh)
                 index = jnp.asarray(places[i].index + number * strides[i], jnp.int32)
                 x_TD, cache = self._layer(
                     kind, layer, places[i].group, index, x_TD, cache, rows, ropes, single

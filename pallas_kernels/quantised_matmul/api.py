@@ -82,8 +82,8 @@ def _check(
     packing = 2 if values_LOI.dtype == jnp.uint8 else 1
     if x_TI.ndim != 2 or values_LOI.ndim != 3 or x_TI.shape[1] != values_LOI.shape[2] * packing:
         raise ValueError(
-            f"rows {x_TI.shape} times a stack {values_LOI.shape}, {packing} numbers a value: the last axes must "
-            "agree"
+            f"rows {x_TI.shape} times a stack {values_LOI.shape} with {packing} numbers in a value: the last "
+            "axes must agree"
         )
     if scales.ndim not in (2, 3) or (scales.shape[0], scales.shape[-1]) != values_LOI.shape[:2]:
         raise ValueError(f"scales {scales.shape} of a stack {values_LOI.shape}: [L, O] or [L, groups, O]")

@@ -197,7 +197,7 @@ def _add_groups(
         group_1c = lax.broadcasted_iota(jnp.int32, (1, depth), 1) // group
         x = jnp.concatenate([jnp.where(group_1c == g, x, 0.0) for g in range(per_part)], axis=0)
     added = middle(matrix) + (NIBBLE_BIAS if len(parts) == 2 else 0)
-    x_sums = jnp.sum(x, axis=1, keepdims=True) if added or len(scratch) == 2 else None
+    x_sums = jnp.sum(x, axis=1, keepdims=True)
     results: list[jax.Array] = []
     for half, (part, total) in enumerate(zip(parts, sums, strict=True)):
         products = dot(x.astype(dtype), part)

@@ -123,7 +123,7 @@ def _widen(matrix: Matrix, wide_ref: Ref) -> None:
     width = WIDEN_LANES if matrix.num_inputs % WIDEN_LANES == 0 else LANES
 
     def widen(first: Scalar, width: int) -> None:
-        begin = pl.multiple_of(first // 2, LANES) if matrix.packed else first
+        begin = pl.multiple_of(jnp.asarray(first // 2), LANES) if matrix.packed else first
         part = matrix.part(begin, LANES if matrix.packed else width, jnp.float32)
         zeros = middle(matrix) if zeros_oG is None else _to_inputs(zeros_oG, first, width, matrix.group)
         scaled = (part - zeros) * _to_inputs(scales_oG, first, width, matrix.group)

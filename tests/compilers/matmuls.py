@@ -9,6 +9,7 @@ Needs libtpu: the project's extra compilers-tpu.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
@@ -26,16 +27,17 @@ def main() -> None:
     os.environ.update(COMPILER_ENVIRONMENT)
     from pallas_kernels.quantised_matmul.cases import CASES, MatmulCase
 
-    down = {"num_inputs": 14336, "num_outputs": 4096, "num_layers": 32}
+    down = MatmulCase(8, 14336, 4096, num_layers=32)
+    int4 = dataclasses.replace(down, storage="uint4x2", group=32, scale_type="bfloat16")
     real = (
-        MatmulCase(1, **down),
-        MatmulCase(64, **down, rows="int16"),
-        MatmulCase(8192, **down, rows="int16"),
-        MatmulCase(8192, **down, storage="float8_e4m3fn"),
-        MatmulCase(8, **down, storage="uint4x2", group=32, zeros=True, scale_type="bfloat16"),
-        MatmulCase(8192, **down, storage="uint4x2", group=32, scale_type="bfloat16"),
-        MatmulCase(64, 4096, 28672, "uint4x2", group=128, scale_type="bfloat16", num_layers=32),
-        MatmulCase(2048, 4096, 28672, rows="int8", num_layers=32),
+        dataclasses.replace(down, num_rows=1),
+        dataclasses.replace(down, num_rows=64, rows="int16"),
+        dataclasses.replace(down, num_rows=8192, rows="int16"),
+        dataclasses.replace(down, num_rows=8192, storage="float8_e4m3fn"),
+        dataclasses.replace(int4, zeros=True),
+        dataclasses.replace(int4, num_rows=8192),
+        dataclasses.replace(int4, num_rows=64, num_inputs=4096, num_outputs=28672, group=128),
+        dataclasses.replace(down, num_rows=2048, num_inputs=4096, num_outputs=28672, rows="int8"),
     )
     *others, last = sys.argv[1:]
     for chip in (*others, last):
@@ -59,9 +61,11 @@ def compile_case(chip: str, case: MatmulCase) -> dict[str, object]:
         place = jax.sharding.SingleDeviceSharding(device)
 
         def multiply(*operands: jax.Array, layer: jax.Array) -> jax.Array:
-            *rest, row_scale_T = operands
+            x, values, scales, zeros, row_scale_T = operands
             out_type = jnp.bfloat16 if case.integer else jnp.dtype(case.rows)
-            return quantised_matmul(*rest, layer, row_scale_T=row_scale_T, out_type=out_type, target=target)
+            return quantised_matmul(
+                x, values, scales, zeros, layer, row_scale_T=row_scale_T, out_type=out_type, target=target
+            )
 
         def placed(shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=place)

@@ -105,9 +105,15 @@ def test_what_disagrees_is_named(changes: dict[str, Any], message: str) -> None:
         "scales": ((2, 64), "float32"),
     } | changes
     arrays = {name: jnp.zeros(*shape) for name, shape in shapes.items()}
-    operands = [arrays.pop(name, None) for name in ("x", "values", "scales", "zeros")]
     with pytest.raises(ValueError, match=message):
-        quantised_matmul(*operands, 0, **arrays)  # pyright: ignore[reportArgumentType]
+        quantised_matmul(
+            arrays["x"],
+            arrays["values"],
+            arrays["scales"],
+            arrays.get("zeros"),
+            0,
+            row_scale_T=arrays.get("row_scale_T"),
+        )
 
 
 @pytest.mark.parametrize(
