@@ -37,9 +37,12 @@ def multiply_reference(
         # Eight bits are exact in every type that x can have, so the scales can wait.
         unscaled_TO = _contract(x_TI, own(values_LOI).astype(x_TI.dtype))
         return (unscaled_TO * own(scales)[None]).astype(out_type)
-    if scales.ndim == 3:
-        scales, zeros = (None if array is None else jnp.swapaxes(array, 1, 2) for array in (scales, zeros))
-    matrix_OI = widened(own(values_LOI), own(scales), None if zeros is None else own(zeros))
+
+    def own_by_output(stack: jax.Array) -> jax.Array:
+        return own(stack).T if stack.ndim == 3 else own(stack)
+
+    zeros = None if zeros is None else own_by_output(zeros)
+    matrix_OI = widened(own(values_LOI), own_by_output(scales), zeros)
     return _contract(x_TI, matrix_OI.astype(x_TI.dtype)).astype(out_type)
 
 
