@@ -14,7 +14,7 @@ from jaxserve.config import FloatFormat, ModelConfig
 from jaxserve.model.parameters import EXPERT_NAMES, ParameterInfo, layer_parameters, model_parameters
 from jaxserve.model.transformer import LayerLoop
 from jaxserve.quantization import Recipe
-from jaxserve.quantization.stacked import for_stack
+from jaxserve.quantization.stacked import fits_stack, for_stack
 from jaxserve.quantization.weight import QuantisedWeight, blank, quantise
 from jaxserve.weights.quantised import StoredMatrix
 
@@ -78,7 +78,7 @@ def place_parameters(named: Named, model: ModelConfig, layer_loop: LayerLoop) ->
         segment, position, repetition = places[int(layer)]
         entries, count = segments[segment][position], model.segments[segment].count
         stacked = _is_stacked(name, model, int(layer), layer_loop)
-        if layer_loop == "stacked" and isinstance(array, QuantisedWeight) and name not in EXPERT_NAMES:
+        if layer_loop == "stacked" and name not in EXPERT_NAMES and fits_stack(array):
             entries[name] = _with_member(entries.get(name), for_stack(array), repetition, count)
             continue
         entries[name] = _with_repetition(entries.get(name), array, repetition, count, stacked)

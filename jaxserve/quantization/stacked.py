@@ -34,6 +34,16 @@ class StackedWeight:
         return self.values.shape[-1] * (2 if self.format.storage == "uint4x2" else 1)
 
 
+def fits_stack(parameter: Any) -> bool:
+    """Whether it is a quantised matrix that the kernels have a form for: without minima, which are added, and
+    with scales in a type that a TPU has."""
+    return (
+        isinstance(parameter, QuantisedWeight)
+        and not parameter.format.minima
+        and parameter.format.scale_type != "float16"
+    )
+
+
 @jax.jit
 def for_stack(weight: QuantisedWeight) -> StackedWeight:
     """One layer's matrix `[*out, *in]` in the form of a stack, without the stack's first axis."""
