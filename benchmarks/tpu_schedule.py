@@ -1,11 +1,12 @@
-"""The time that attention kernels take on TPUs, read from the compiler's final schedules; no TPU needed.
+"""The time that kernels take on TPUs, read from the compiler's final schedules; no TPU needed.
 
     python -m benchmarks.tpu_schedule [v5e v5p v6e] [--only decode] [--json]
 
 Each kernel is compiled for one chip in a process of its own, JAX's ragged_paged_attention beside ours on the
 same shapes. A line says for one iteration of the inner loop: how many bundles it executes, how many of them
 keep the matrix units busy, register spills and fills, and how long that takes against the time in which HBM
-delivers the pages that the iteration reads (decode), or how many operations it does a bundle (prefill).
+delivers the pages that the iteration reads (decode), or how many operations it does a bundle (prefill). Of a
+product by a quantised matrix (`int4-32 x 8`: by so many rows) it says the same of one tile of the matrix.
 
 Needs libtpu: the project's extra compilers-tpu.
 """
@@ -25,7 +26,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks import tpu_matmuls
 from benchmarks.bundles import Loop, read_bundles, working_loops
+from benchmarks.tpu_matmuls import MatmulShape
 
 TPU_ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
@@ -68,9 +71,10 @@ class Shape:
     peer: bool = False
 
 
-SHAPES = {
+SHAPES: dict[str, Shape | MatmulShape] = {
     shape.name: shape
     for shape in (
+        *tpu_matmuls.SHAPES,
         Shape("decode 8:1 h128", False, 1, 8, 128),
         Shape("decode 8:1 h128 peer", False, 1, 8, 128, peer=True),
         Shape("decode 8:1 h128 int8", False, 1, 8, 128, "int8"),
@@ -167,26 +171,42 @@ def measure(chip: str, name: str) -> Measured:
         device = topology.devices[0]
         mesh = jax.sharding.Mesh([device], ("device",))
         with jax.default_device(device), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            kernel, function, operands, work = (_peer if shape.peer else _ours)(shape, device)
+            if isinstance(shape, MatmulShape):
+                function, operands = tpu_matmuls.program(shape, device)
+                kernel, work = "", (0, 0)
+            else:
+                kernel, function, operands, work = (_peer if shape.peer else _ours)(shape, device)
             placed = jax.sharding.SingleDeviceSharding(device)
             operands = [jax.ShapeDtypeStruct(*operand, sharding=placed) for operand in operands]
             started = time.monotonic()
             jax.jit(function).lower(*operands).compile()
             seconds = time.monotonic() - started
+        if isinstance(shape, MatmulShape):
+            done = tpu_matmuls.work_of(shape, device, Path(folder))
+            return _measured(
+                chip, name, seconds, done.listed, done.loop, done.bundles, done.tile_bytes, done.operations
+            )
         bundles = read_bundles(Path(folder), kernel)
     loop = working_loops(bundles)[0]
-    return _measured(chip, shape, seconds, len(bundles), loop, *work)
+    return _measured(chip, name, seconds, len(bundles), loop, len(loop), *work)
 
 
 def _measured(
-    chip: str, shape: Shape, seconds: float, listed: int, loop: Loop, page_bytes: int, operations: int
+    chip: str,
+    name: str,
+    seconds: float,
+    listed: int,
+    loop: Loop,
+    executed: int,
+    page_bytes: int,
+    operations: int,
 ) -> Measured:
     return Measured(
         chip,
-        shape.name,
+        name,
         seconds,
         listed,
-        len(loop),
+        executed,
         page_bytes,
         operations,
         loop.mxu_share,

@@ -21,9 +21,10 @@ MAX_FEW_ROWS = 64
 ROW_TYPES = ("float32", "bfloat16", "int8", "int16")
 SHALLOW = ("v4", "v5")
 """Chips whose matrix units take 128 inputs at once; later ones take 256."""
-FEW_TILE_BYTES, MANY_TILE_OUTPUTS, MANY_TILE_ROWS = 1 << 20, 512, 512
-TILE_BUDGET = 40 << 20
-"""Of a v5p core's 64 MiB of vector memory, what tiles may take."""
+FEW_TILE_BYTES, FEW_TILE_OUTPUTS = 2 << 20, 512
+MANY_TILE_OUTPUTS, MANY_TILE_ROWS = 512, 512
+MAX_LONG_BODY_ROWS = 32
+"""Rows whose sums leave registers for a loop body of four steps instead of two."""
 
 
 def obstacle(
@@ -89,7 +90,8 @@ def choose_sizes(num_rows: int, matrix: Matrix, target: Target) -> Sizes:
     depth = LANES if any(name in target.device_kind for name in SHALLOW) else 2 * LANES
     if num_rows <= MAX_FEW_ROWS:
         rows = 8 if num_rows <= 8 else -(-num_rows // 16) * 16
-        outputs = max(2 * LANES, min(512 if rows <= 16 else 256, FEW_TILE_BYTES // row_bytes // 256 * 256))
-        return Sizes(rows, min(outputs, whole), depth, many=False)
+        fitting = FEW_TILE_BYTES // row_bytes // (2 * LANES) * 2 * LANES
+        outputs = max(2 * LANES, min(FEW_TILE_OUTPUTS, fitting, whole))
+        return Sizes(rows, outputs, depth, 4 if rows <= MAX_LONG_BODY_ROWS else 2, many=False)
     rows = min(MANY_TILE_ROWS, -(-num_rows // 32) * 32)
-    return Sizes(rows, min(MANY_TILE_OUTPUTS, whole), depth, many=True)
+    return Sizes(rows, min(MANY_TILE_OUTPUTS, whole), depth, 1, many=True)

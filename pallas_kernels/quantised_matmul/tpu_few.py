@@ -33,6 +33,7 @@ from pallas_kernels.quantised_matmul.tpu_tiles import (
     split_refs,
     sum_type,
     unrolled_loop,
+    whole_unroll,
 )
 
 CHUNK_LANES = 256
@@ -68,7 +69,7 @@ def multiply_few(
             num_inputs=matrix.num_inputs,
             num_planes=num_planes,
             dtype=dtype,
-            depth=sizes.depth,
+            sizes=sizes,
             has_zeros=matrix.zeros is not None,
             num_outputs=matrix.num_outputs,
         ),
@@ -88,6 +89,19 @@ def multiply_few(
     )(layer_1, *rows, *matrix.operands())
 
 
+def group_depth(matrix: Matrix, sizes: Sizes) -> int:
+    """Inputs that are multiplied together where groups have scales."""
+    return LANES if matrix.num_inputs % sizes.depth else sizes.depth
+
+
+def bytes_an_iteration(matrix: Matrix, sizes: Sizes) -> int:
+    """Of each row of the matrix, in the loop over inputs."""
+    width = CHUNK_LANES
+    if matrix.num_groups:
+        width = LANES if matrix.packed else group_depth(matrix, sizes)
+    return width * whole_unroll(matrix.num_bytes // width, sizes.unroll)
+
+
 def keeps_halves(matrix: Matrix, dtype: Any) -> bool:
     """Whether registers hold pairs of outputs that are no neighbours; even and odd ones then stay apart."""
     return matrix.packed and dtype == jnp.bfloat16
@@ -100,7 +114,7 @@ def _kernel(
     num_inputs: int,
     num_planes: int,
     dtype: Any,
-    depth: int,
+    sizes: Sizes,
     has_zeros: bool,
     num_outputs: int,
 ) -> None:
@@ -108,9 +122,9 @@ def _kernel(
     if matrix.num_groups:
         whole = num_outputs % out_ref.shape[1] == 0
         num_own = None if whole else num_outputs - pl.program_id(0) * out_ref.shape[1]
-        _multiply_groups(x_ref, matrix, out_ref, scratch, dtype, depth, num_own)
+        _multiply_groups(x_ref, matrix, out_ref, scratch, dtype, sizes, num_own)
         return
-    sums = _channel_sums(x_ref, matrix, out_ref.shape[1])
+    sums = _channel_sums(x_ref, matrix, out_ref.shape[1], sizes.unroll)
     scale_1o = matrix.channel_scales(layer_ref[0])
     if row_scale_ref is None:
         out = sums * scale_1o
@@ -119,7 +133,7 @@ def _kernel(
     out_ref[...] = out.astype(out_ref.dtype)
 
 
-def _channel_sums(x_ref: Ref, matrix: Matrix, num_outputs: int) -> jax.Array:
+def _channel_sums(x_ref: Ref, matrix: Matrix, num_outputs: int, unroll: int) -> jax.Array:
     """[M, o], unscaled."""
 
     def add(first: Scalar, width: int, sums: jax.Array) -> jax.Array:
@@ -130,7 +144,7 @@ def _channel_sums(x_ref: Ref, matrix: Matrix, num_outputs: int) -> jax.Array:
 
     num_chunks, rest = divmod(matrix.num_inputs, CHUNK_LANES)
     sums = jnp.zeros((x_ref.shape[0], num_outputs), sum_type(x_ref.dtype))
-    sums = unrolled_loop(num_chunks, step, sums)
+    sums = unrolled_loop(num_chunks, step, sums, unroll)
     return add(num_chunks * CHUNK_LANES, rest, sums) if rest else sums
 
 
@@ -140,14 +154,14 @@ def _multiply_groups(
     out_ref: Ref,
     scratch: list[Ref],
     dtype: Any,
-    depth: int,
+    sizes: Sizes,
     num_own: Scalar | None,
 ) -> None:
     biased = keeps_halves(matrix, dtype)
     num_outputs = out_ref.shape[1]
     own = num_outputs // 2 if biased else num_outputs
     _spread(matrix, scratch, biased, num_own)
-    depth = depth if matrix.num_inputs % depth == 0 else LANES
+    depth = group_depth(matrix, sizes)
     width = LANES if matrix.packed else depth
     pieces = 2 if matrix.packed and depth == LANES else 1
 
@@ -161,7 +175,7 @@ def _multiply_groups(
         return sums
 
     zeros = tuple(jnp.zeros((x_ref.shape[0], own), jnp.float32) for _ in range(num_outputs // own))
-    sums = unrolled_loop(matrix.num_bytes // width, step, zeros)
+    sums = unrolled_loop(matrix.num_bytes // width, step, zeros, sizes.unroll)
     sums = [part.astype(out_ref.dtype) for part in sums]
     out_ref[...] = (interleaved(*sums) if biased else sums[0]).astype(out_ref.dtype)
 

@@ -35,6 +35,8 @@ class Sizes:
     """Of a tile of the matrix, a multiple of 256."""
     depth: int
     """Inputs that the matrix unit takes at once."""
+    unroll: int
+    """Iterations of the loop over inputs that are scheduled as one, at most."""
     many: bool
     """Whether the matrix is widened once for several tiles of rows."""
 
@@ -162,9 +164,14 @@ def sum_type(dtype: Any) -> Any:
     return jnp.int32 if dtype == jnp.int8 else jnp.float32
 
 
-def unrolled_loop(length: int, step: Callable[[Any, Any], Any], init: Any) -> Any:
-    """A loop whose body is two steps, so that one's arithmetic hides the other's latency."""
-    return lax.fori_loop(0, length, step, init, unroll=2 if length > 1 else 1)
+def unrolled_loop(length: int, step: Callable[[Any, Any], Any], init: Any, unroll: int) -> Any:
+    """A loop whose body is several steps, so that one's arithmetic hides another's latency."""
+    return lax.fori_loop(0, length, step, init, unroll=whole_unroll(length, unroll))
+
+
+def whole_unroll(length: int, most: int) -> int:
+    """How many steps are one body, in a loop of so many: a divisor."""
+    return max(d for d in range(1, most + 1) if length % d == 0) if length else 1
 
 
 def dot(x: jax.Array, w: jax.Array) -> jax.Array:
