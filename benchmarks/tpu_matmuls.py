@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,8 @@ from benchmarks.bundles import Bundle, Loop, read_bundles, working_loops
 
 NUM_INPUTS, NUM_OUTPUTS, NUM_LAYERS = 4096, 14336, 8
 REGISTER_WEIGHTS = 16 * 128
-"""Of bfloat16, which the matrix unit takes at a time."""
+"""Of bfloat16, which the matrix unit takes at a time; of float32 half as many."""
+PUSH = re.compile(r"= (vmat(?:push|prep\.subr)\S*)")
 
 
 @dataclass(frozen=True)
@@ -110,10 +112,9 @@ def work_of(shape: MatmulShape, device: Any, folder: Path) -> Work:
     """From the compiler's dumps."""
     if shape.peer:
         bundles, loop = _busiest(folder)
-        pushed = sum(
-            bundle.text.count("vmatpush") + bundle.text.count("vmatprep.subr") for bundle in loop.bundles
-        )
-        return Work(len(bundles), len(loop), pushed * REGISTER_WEIGHTS, 0, loop)
+        pushes = [found[1] for bundle in loop.bundles for found in PUSH.finditer(bundle.text)]
+        pushed = sum(REGISTER_WEIGHTS if "bf16" in push else REGISTER_WEIGHTS // 2 for push in pushes)
+        return Work(len(bundles), len(loop), pushed, 0, loop)
     import jax
 
     from pallas_kernels.dispatch import Target

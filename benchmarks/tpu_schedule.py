@@ -6,8 +6,8 @@ The kernels are compiled for each chip in a process of its own, JAX's ragged_pag
 products beside ours on the same shapes. A line says for one iteration of the inner loop: how many bundles it
 executes, how many of them keep the matrix units busy, register spills and fills, and how long that takes
 against the time in which HBM delivers the pages that the iteration reads (decode), or how many operations it
-does a bundle (prefill). Of a product by a quantised matrix (`int4-32 x 8`: by so many rows) it says the same of
-one tile of the matrix.
+does a bundle (prefill). Of a product by a quantised matrix (`int4-32 x 8`: by so many rows) it says the same
+of one tile of the matrix.
 
 Needs libtpu: the project's extra compilers-tpu.
 """
