@@ -23,6 +23,8 @@ SHALLOW = ("v4", "v5")
 """Chips whose matrix units take 128 inputs at once; later ones take 256."""
 FEW_TILE_BYTES, FEW_TILE_OUTPUTS = 2 << 20, 512
 MANY_TILE_OUTPUTS, MANY_TILE_ROWS = 512, 512
+MANY_TILES_BYTES = 60 << 20
+"""Of vector memory; v5p is taken to have 64 MiB for each core."""
 MAX_LONG_BODY_ROWS = 32
 """Rows whose sums leave registers for a loop body of four steps instead of two."""
 
@@ -93,5 +95,8 @@ def choose_sizes(num_rows: int, matrix: Matrix, target: Target) -> Sizes:
         fitting = FEW_TILE_BYTES // row_bytes // (2 * LANES) * 2 * LANES
         outputs = max(2 * LANES, min(FEW_TILE_OUTPUTS, fitting, whole))
         return Sizes(rows, outputs, depth, 4 if rows <= MAX_LONG_BODY_ROWS else 2, many=False)
-    rows = min(MANY_TILE_ROWS, -(-num_rows // 32) * 32)
-    return Sizes(rows, min(MANY_TILE_OUTPUTS, whole), depth, 1, many=True)
+    # Two tiles of the matrix and a widened one take at most half, two of rows the rest, two bytes a number.
+    fitting = MANY_TILES_BYTES // 2 // (2 * row_bytes + 2 * matrix.num_inputs) // (2 * LANES) * 2 * LANES
+    rows_fitting = MANY_TILES_BYTES // 2 // (4 * matrix.num_inputs) // 32 * 32
+    rows = min(MANY_TILE_ROWS, max(32, rows_fitting), -(-num_rows // 32) * 32)
+    return Sizes(rows, max(2 * LANES, min(MANY_TILE_OUTPUTS, fitting, whole)), depth, 1, many=True)

@@ -38,6 +38,7 @@ def main() -> None:
         dataclasses.replace(int4, num_rows=8192),
         dataclasses.replace(int4, num_rows=64, num_inputs=4096, num_outputs=28672, group=128),
         dataclasses.replace(down, num_rows=2048, num_inputs=4096, num_outputs=28672, rows="int8"),
+        MatmulCase(2048, 28672, 8192, "float8_e4m3fn", num_layers=8),
     )
     *others, last = sys.argv[1:]
     for chip in (*others, last):
