@@ -89,7 +89,24 @@ def parse_bundles(listing: str, table: str) -> list[Bundle]:
             found[-1] = label, depth, text + line
     if len(found) != len(rows):
         raise ValueError(f"{len(found)} bundles in the listing and {len(rows)} in the table")
-    return [Bundle(*entry, row) for entry, row in zip(found, rows, strict=True)]
+    depths = _without_dips([label for label, _, _ in found], [depth for _, depth, _ in found])
+    return [
+        Bundle(label, depth, text, row)
+        for (label, _, text), depth, row in zip(found, depths, rows, strict=True)
+    ]
+
+
+def _without_dips(labels: Sequence[str], depths: Sequence[int]) -> list[int]:
+    """Depths of loops in which a body goes on until the next one begins: some of its bundles, in which an
+    instruction of the loop around it found room, are printed with that one's marks."""
+    smooth = list(depths)
+    for number in range(1, len(smooth)):
+        if smooth[number] > smooth[number - 1] and labels[number] != "LB":
+            earlier = number - 1
+            while earlier >= 0 and smooth[earlier] < smooth[number] and smooth[earlier] > 0:
+                smooth[earlier] = smooth[number]
+                earlier -= 1
+    return smooth
 
 
 def working_loops(bundles: Sequence[Bundle]) -> list[Loop]:

@@ -1,11 +1,13 @@
-"""The time that attention kernels take on TPUs, read from the compiler's final schedules; no TPU needed.
+"""The time that kernels take on TPUs, read from the compiler's final schedules; no TPU needed.
 
     python -m benchmarks.tpu_schedule [v5e v5p v6e] [--only decode] [--json]
 
-Each kernel is compiled for one chip in a process of its own, JAX's ragged_paged_attention beside ours on the
-same shapes. A line says for one iteration of the inner loop: how many bundles it executes, how many of them
-keep the matrix units busy, register spills and fills, and how long that takes against the time in which HBM
-delivers the pages that the iteration reads (decode), or how many operations it does a bundle (prefill).
+The kernels are compiled for each chip in a process of its own, JAX's ragged_paged_attention and XLA's
+products beside ours on the same shapes. A line says for one iteration of the inner loop: how many bundles it
+executes, how many of them keep the matrix units busy, register spills and fills, and how long that takes
+against the time in which HBM delivers the pages that the iteration reads (decode), or how many operations it
+does a bundle (prefill). Of a product by a quantised matrix (`int4-32 x 8`: by so many rows) it says the same
+of one tile of the matrix.
 
 Needs libtpu: the project's extra compilers-tpu.
 """
@@ -20,12 +22,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks import tpu_matmuls
 from benchmarks.bundles import Loop, read_bundles, working_loops
+from benchmarks.tpu_matmuls import MatmulShape
 
 TPU_ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
@@ -68,9 +72,10 @@ class Shape:
     peer: bool = False
 
 
-SHAPES = {
+SHAPES: dict[str, Shape | MatmulShape] = {
     shape.name: shape
     for shape in (
+        *tpu_matmuls.SHAPES,
         Shape("decode 8:1 h128", False, 1, 8, 128),
         Shape("decode 8:1 h128 peer", False, 1, 8, 128, peer=True),
         Shape("decode 8:1 h128 int8", False, 1, 8, 128, "int8"),
@@ -110,24 +115,26 @@ class Measured:
 
 
 def main() -> None:
-    """Read the command line; compile each shape in a process of its own."""
+    """Read the command line; compile for each chip in a process of its own."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tpu_schedule", description=__doc__)
     parser.add_argument("chips", nargs="*", metavar="chip", help=", ".join(CHIPS))
     parser.add_argument("--only", default="", help="shapes whose name contains this")
     parser.add_argument("--json", action="store_true", help="a line of JSON for each")
-    parser.add_argument("--one", nargs=2, metavar=("CHIP", "SHAPE"), help=argparse.SUPPRESS)
+    parser.add_argument("--one", nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
-        print(json.dumps(dataclasses.asdict(measure(*arguments.one))))
+        chip, *names = arguments.one
+        for measured in measure(chip, names):
+            print(json.dumps(dataclasses.asdict(measured)), flush=True)
         return
     for chip in arguments.chips:
         if chip not in CHIPS:
             parser.error(f"unknown chip {chip!r}: choose from {', '.join(CHIPS)}")
     if not arguments.json:
         print("chip  shape                   compile  listed  executed  MXU busy  spills/fills  time")
-    for name in [name for name in SHAPES if arguments.only in name]:
-        for chip in arguments.chips or CHIPS:
-            measured = measure_apart(chip, name)
+    names = [name for name in SHAPES if arguments.only in name]
+    for chip in arguments.chips or CHIPS:
+        for measured in measure_all_apart(chip, names):
             print(json.dumps(dataclasses.asdict(measured)) if arguments.json else table_line(measured))
             sys.stdout.flush()
 
@@ -147,46 +154,82 @@ def table_line(measured: Measured) -> str:
 
 def measure_apart(chip: str, shape: str) -> Measured:
     """In a process of its own: the compiler reads its settings once."""
-    command = [sys.executable, "-m", "benchmarks.tpu_schedule", "--one", chip, shape]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    if result.returncode:
-        raise RuntimeError(f"{shape} for {chip}: {result.stderr[-2000:]}")
-    return Measured(**json.loads(result.stdout.splitlines()[-1]))
+    (measured,) = measure_all_apart(chip, [shape])
+    return measured
 
 
-def measure(chip: str, name: str) -> Measured:
-    """Compile one shape in this process, which must not have imported jax yet."""
-    shape = SHAPES[name]
+def measure_all_apart(chip: str, shapes: Sequence[str]) -> Iterator[Measured]:
+    """Several, one after the other."""
+    command = [sys.executable, "-m", "benchmarks.tpu_schedule", "--one", chip, *shapes]
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
+    ):
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("{"):
+                yield Measured(**json.loads(line))
+        if process.wait():
+            errors.seek(0)
+            raise RuntimeError(f"{', '.join(shapes)} for {chip}: {errors.read()[-2000:]}")
+
+
+def measure(chip: str, names: Sequence[str]) -> Iterator[Measured]:
+    """Compile shapes in this process, which must not have imported jax yet."""
     with tempfile.TemporaryDirectory() as folder:
         flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_static_gaps=true"
         os.environ.update(TPU_ENVIRONMENT, LIBTPU_INIT_ARGS=flags)
-        import jax
-        from jax.experimental import topologies
+        for name in names:
+            for path in Path(folder).iterdir():
+                path.unlink()
+            yield _measure(chip, SHAPES[name], Path(folder))
 
-        topology = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip].topology)
-        device = topology.devices[0]
-        mesh = jax.sharding.Mesh([device], ("device",))
-        with jax.default_device(device), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+
+def _measure(chip: str, shape: Shape | MatmulShape, folder: Path) -> Measured:
+    """Compile one, whose schedule the compiler leaves in a folder."""
+    import jax
+    from jax.experimental import topologies
+
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip].topology)
+    device = topology.devices[0]
+    mesh = jax.sharding.Mesh([device], ("device",))
+    with jax.default_device(device), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        if isinstance(shape, MatmulShape):
+            function, operands = tpu_matmuls.program(shape, device)
+            kernel, work = "", (0, 0)
+        else:
             kernel, function, operands, work = (_peer if shape.peer else _ours)(shape, device)
-            placed = jax.sharding.SingleDeviceSharding(device)
-            operands = [jax.ShapeDtypeStruct(*operand, sharding=placed) for operand in operands]
-            started = time.monotonic()
-            jax.jit(function).lower(*operands).compile()
-            seconds = time.monotonic() - started
-        bundles = read_bundles(Path(folder), kernel)
+        placed = jax.sharding.SingleDeviceSharding(device)
+        operands = [jax.ShapeDtypeStruct(*operand, sharding=placed) for operand in operands]
+        started = time.monotonic()
+        jax.jit(function).lower(*operands).compile()
+        seconds = time.monotonic() - started
+    if isinstance(shape, MatmulShape):
+        done = tpu_matmuls.work_of(shape, device, folder)
+        return _measured(
+            chip, shape.name, seconds, done.listed, done.loop, done.bundles, done.tile_bytes, done.operations
+        )
+    bundles = read_bundles(folder, kernel)
     loop = working_loops(bundles)[0]
-    return _measured(chip, shape, seconds, len(bundles), loop, *work)
+    return _measured(chip, shape.name, seconds, len(bundles), loop, len(loop), *work)
 
 
 def _measured(
-    chip: str, shape: Shape, seconds: float, listed: int, loop: Loop, page_bytes: int, operations: int
+    chip: str,
+    name: str,
+    seconds: float,
+    listed: int,
+    loop: Loop,
+    executed: int,
+    page_bytes: int,
+    operations: int,
 ) -> Measured:
     return Measured(
         chip,
-        shape.name,
+        name,
         seconds,
         listed,
-        len(loop),
+        executed,
         page_bytes,
         operations,
         loop.mxu_share,

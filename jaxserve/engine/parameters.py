@@ -19,9 +19,10 @@ from jaxserve.model.parameters import EXPERT_NAMES, ParameterInfo, layer_paramet
 from jaxserve.model.spread import regrouped_for
 from jaxserve.model.transformer import LayerLoop
 from jaxserve.quantization import Recipe
+from jaxserve.quantization.stacked import fits_stack, for_stack
 from jaxserve.quantization.weight import QuantisedWeight, blank, quantise
 from jaxserve.weights.quantised import StoredMatrix
-from sharding import AnyMesh
+from sharding import AnyMesh, num_shards
 
 _HOST_STACK_BYTES = 2**22
 """Up to which size a stack on a CPU is put together by numpy: a program for each shape takes longer to
@@ -79,10 +80,19 @@ def place_parameters(
 
     Returns the tree that `Transformer.forward` takes.
     """
+    tree = _tree(to_shards(named, model, mesh), model, layer_loop, mesh)
+    if mesh is not None:
+        return jax.device_put(tree, parameter_shardings(tree, model, mesh))
+    return jax.tree.map(lambda array: jax.device_put(array) if isinstance(array, np.ndarray) else array, tree)
+
+
+def _tree(named: Named, model: ModelConfig, layer_loop: LayerLoop, mesh: AnyMesh | None) -> dict[str, Any]:
+    """Parameters, where they lie, as the tree of them all."""
     tree: dict[str, Any] = {}
     places = _layer_positions(model)
     segments: list[list[dict[str, Any]]] = [[{} for _ in segment.pattern] for segment in model.segments]
-    for full_name, array in to_shards(named, model, mesh):
+    infos = dict(model_parameters(model))
+    for full_name, array in named:
         if not full_name.startswith("layers."):
             tree[full_name] = jax.tree.map(jnp.asarray, array)
             continue
@@ -90,11 +100,13 @@ def place_parameters(
         segment, position, repetition = places[int(layer)]
         entries, count = segments[segment][position], model.segments[segment].count
         stacked = _is_stacked(name, model, int(layer), layer_loop)
+        num_parts = num_shards(infos[full_name].first_input_axis, mesh)
+        if layer_loop == "stacked" and name not in EXPERT_NAMES and fits_stack(array, num_parts):
+            entries[name] = _with_member(entries.get(name), for_stack(array), repetition, count)
+            continue
         entries[name] = _with_repetition(entries.get(name), array, repetition, count, stacked)
     tree["segments"] = tuple(tuple(positions) for positions in segments)
-    if mesh is not None:
-        return jax.device_put(tree, parameter_shardings(tree, model, mesh))
-    return jax.tree.map(lambda array: jax.device_put(array) if isinstance(array, np.ndarray) else array, tree)
+    return tree
 
 
 def abstract_parameters(
@@ -118,7 +130,7 @@ def abstract_parameters(
 
     def place() -> dict[str, Any]:
         named = ((name, parameter(name, info)) for name, info in model_parameters(model))
-        return place_parameters(named, model, layer_loop)
+        return _tree(named, model, layer_loop, mesh)
 
     shapes = jax.eval_shape(place)
     return shapes if mesh is None else placed(shapes, parameter_shardings(shapes, model, mesh))
@@ -142,7 +154,7 @@ def _with_repetition(entry: Any, array: Any, repetition: int, count: int, stacke
         if small and _is_on_host(array):
             entry = np.zeros((count, *array.shape), array.dtype)
         else:
-            entry = jnp.zeros((count, *array.shape), array.dtype, device=_stack_place(array))
+            entry = _empty_stack(array, count)
     if isinstance(entry, np.ndarray):
         entry[repetition] = array
         return entry
@@ -156,12 +168,21 @@ def _is_on_host(array: Any) -> bool:
     return isinstance(array, np.ndarray) or len(array.sharding.device_set) == 1
 
 
-def _stack_place(array: Any) -> NamedSharding | None:
-    """Where the stack of arrays belongs that are spread over devices as this one is."""
+def _empty_stack(array: Any, count: int) -> jax.Array:
+    """For so many arrays that are spread over devices as this one is."""
     place = getattr(array, "sharding", None)
-    if not isinstance(place, NamedSharding) or place.mesh.empty or not isinstance(place.mesh, Mesh):
-        return None
-    return NamedSharding(place.mesh, PartitionSpec(None, *place.spec))
+    if isinstance(place, NamedSharding) and not place.mesh.empty and isinstance(place.mesh, Mesh):
+        place = NamedSharding(place.mesh, PartitionSpec(None, *place.spec))
+    else:
+        place = None
+    return jnp.zeros((count, *array.shape), array.dtype, device=place)
+
+
+def _with_member(stack: Any, member: Any, repetition: int, count: int) -> Any:
+    """A stack of `count` trees with one more of them; `stack` is None for the first."""
+    if stack is None:
+        stack = jax.tree.map(lambda array: _empty_stack(array, count), member)
+    return jax.tree.map(lambda whole, array: _set_repetition(whole, array, repetition), stack, member)
 
 
 def _is_stacked(name: str, model: ModelConfig, layer: int, layer_loop: LayerLoop) -> bool:

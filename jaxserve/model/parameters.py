@@ -29,6 +29,11 @@ class ParameterInfo:
     num_input_axes: int = 1
     """Of a matrix: how many of the last axes are contracted."""
 
+    @property
+    def first_input_axis(self) -> str | None:
+        """Of a matrix, the logical name of the first axis that is contracted."""
+        return self.axes[-self.num_input_axes]
+
     def scale_axes(self, grouped: bool) -> tuple[str | None, ...]:
         """Logical axes of a quantised matrix's scales: they lie with their outputs; those of groups, which
         are runs of inputs, with their inputs too."""

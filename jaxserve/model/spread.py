@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec
 
 from jaxserve.config import ModelConfig
 from jaxserve.model.parameters import ParameterInfo
+from jaxserve.quantization.stacked import StackedWeight
 from jaxserve.quantization.weight import QuantisedWeight, regrouped
 from sharding import AnyMesh, num_shards, partition_spec, shard_size
 
@@ -54,6 +55,16 @@ def weight_specs(entry: Any, info: ParameterInfo, mesh: AnyMesh | None) -> Any:
     Raises ValueError, naming the axis and the sizes, where the mesh does not divide an array.
     """
     info = cut_by(info, mesh)
+    if isinstance(entry, StackedWeight):
+        # Inputs, one axis, are cut as the first of those that they were.
+        outputs, inputs = info.axes[: -info.num_input_axes], info.first_input_axis
+        axes = (inputs, *outputs) if entry.format.group else outputs
+        return StackedWeight(
+            _array_spec(entry.values, (*outputs, inputs), mesh),
+            _array_spec(entry.scales, axes, mesh),
+            None if entry.zeros is None else _array_spec(entry.zeros, axes, mesh),
+            entry.format,
+        )
     if not isinstance(entry, QuantisedWeight):
         return _array_specs(entry, info.axes, mesh)
     axes = info.scale_axes(grouped=entry.format.group > 0)

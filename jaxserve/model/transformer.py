@@ -22,9 +22,9 @@ from jaxserve.config import EngineConfig, LayerKind, ModelConfig, Segment
 from jaxserve.model.attention import write_and_attend
 from jaxserve.model.cache import CACHE_AXES, Cache, CacheGroup, LayerPlace, layer_places
 from jaxserve.model.experts import expert_mlp
+from jaxserve.model.layer_weights import LayerWeights
 from jaxserve.model.layers import (
     apply_rope,
-    linear,
     product_flat,
     rms_norm,
     rope_tables,
@@ -35,7 +35,6 @@ from jaxserve.model.parameters import EXPERT_NAMES, layer_parameters, model_para
 from jaxserve.model.peaks import Peaks, SegmentPeaks, raise_peaks
 from jaxserve.model.rows import Rows
 from jaxserve.model.spread import weight_specs
-from jaxserve.quantization.weight import QuantisedWeight
 from pallas_kernels.dispatch import Target
 from pallas_kernels.page_layout import PageLayout
 from pallas_kernels.ragged_paged_attention import AttentionParams
@@ -44,7 +43,8 @@ from sharding import per_shard, shard_index, shard_sum
 LayerLoop = Literal["stacked", "switched", "unrolled"]
 """How the loop over layers finds a layer's matrices.
 
-- stacked (TPU): one array for all repetitions, indexed inside the product; a dot fuses the slice there.
+- stacked (TPU): one array for all repetitions, indexed inside the product; a dot fuses the slice there, and
+  the kernel for quantised matrices takes the whole stack.
 - switched (CPU): an array for each layer, and a branch for each around every product. A slice of a stack is
   copied on CPU, and unrolling compiles the rest of the layer 30 times over; a branch does neither.
 - unrolled (GPU): an array for each layer, and the loop written out.
@@ -56,60 +56,14 @@ their kernel takes the whole stack and an offset.
 Params = Mapping[str, Any]
 """`embed`, `final_norm`, `head` unless tied, and `segments`: for each segment and each position in its
 pattern the layer's parameters by name, an array `[count, ...]` or a tuple of `count` arrays. In place of any
-matrix there may be a `QuantisedWeight`, of such arrays or tuples."""
+matrix there may be a `QuantisedWeight`, of such arrays or tuples, and in place of a stack of them a
+`StackedWeight`."""
 
 _ATTENTION_NAMES = ("qkv", "qkv_bias", "q_norm", "k_norm", "o")
 _MLP_NAMES = ("gate_up", "down")
 
 Carry = tuple[jax.Array, Cache, SegmentPeaks | None]
 """What goes from layer to layer: hidden states, caches, and the segment's peaks if they are asked for."""
-
-
-@dataclass(frozen=True)
-class LayerWeights:
-    """The parameters of one layer: those of its position in the pattern, and which repetition it is."""
-
-    parameters: Mapping[str, Any]
-    repetition: jax.Array | int
-    target: Target
-    inputs: dict[str, jax.Array] | None = None
-    """Takes what each matrix is multiplied with, while the layer is traced; None where nobody asks."""
-
-    def see(self, name: str, x: jax.Array) -> None:
-        """Note the input `[T, *in]` of a matrix."""
-        if self.inputs is not None:
-            self.inputs[name] = x
-
-    def small(self, name: str) -> jax.Array:
-        """A norm, a bias or a router."""
-        return self.parameters[name][self.repetition]
-
-    def linear(self, name: str, x: jax.Array) -> jax.Array:
-        """`[T, *out]`: x `[T, *in]` times one of the layer's matrices, plus its bias if it has one."""
-        self.see(name, x)
-        weight = self.parameters[name]
-        bias = self.small(f"{name}_bias") if f"{name}_bias" in self.parameters else None
-        values = weight.values if isinstance(weight, QuantisedWeight) else weight
-        if not isinstance(values, tuple) or isinstance(self.repetition, int):
-            return linear(x, jax.tree.map(self._own, weight, is_leaf=lambda x: isinstance(x, tuple)), bias)
-
-        def switch(function: Callable[..., jax.Array], *operands: Any) -> jax.Array:
-            branches = [functools.partial(function, matrix) for matrix in values]
-            return jax.lax.switch(self.repetition, branches, *operands)
-
-        if isinstance(weight, QuantisedWeight):
-            zeros = None if weight.zeros is None else self._own(weight.zeros)
-            weight = QuantisedWeight(None, self._own(weight.scales), zeros, weight.format)
-        out = product_flat(x, weight, switch, target=self.target)
-        return (out if bias is None else out + bias[None]).astype(x.dtype)
-
-    def _own(self, stack: Any) -> jax.Array:
-        """What an array over the repetitions, or a tuple of arrays, has for this one."""
-        return stack[self.repetition]
-
-    def experts(self, name: str) -> Any:
-        """The stack `[count, E, ...]` of all repetitions' experts."""
-        return self.parameters[name]
 
 
 @dataclass(frozen=True)

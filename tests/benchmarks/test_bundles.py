@@ -45,6 +45,12 @@ def test_a_loop_counts_its_own_bundles_and_no_branch_that_only_tidies_up() -> No
     assert (loop.total("VLOAD"), loop.total("SPILL"), loop.total("FILL")) == (1, 1, 0)
 
 
+def test_a_bundle_that_the_loop_around_lent_an_instruction_is_still_the_inner_loops() -> None:
+    lent = LISTING.replace("  0x9 LB: >> {", "  0x9   : >> {").replace("  0x8 PF: > {", "  0x8   : > {")
+    lent = lent.replace("  0x7   : > {", "  0x7 LB: >> {")
+    assert [bundle.depth for bundle in parse_bundles(lent, table())][6:11] == [1, 2, 2, 2, 1]
+
+
 def test_a_branch_that_fetches_pages_counts() -> None:
     fetching = LISTING.replace("%2 = vst [vmem:%s5] %v1", "%2 = dma.hbm_to_vmem %s5")
     (loop,) = working_loops(parse_bundles(fetching, table()))

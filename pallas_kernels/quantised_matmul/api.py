@@ -1,0 +1,105 @@
+"""The operation's one entry: checks shapes at trace time, then picks an implementation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.dispatch import Implementation, Target, choose
+from pallas_kernels.quantised_matmul.reference import multiply_reference
+from pallas_kernels.quantised_matmul.tpu import multiply_tpu, obstacle
+
+IMPLEMENTATIONS = (
+    Implementation("tpu", "tpu", multiply_tpu, obstacle),
+    Implementation("reference", None, multiply_reference),
+)
+VALUE_TYPES = ("int8", "float8_e4m3fn", "uint8")
+
+
+def quantised_matmul(
+    x_TI: jax.Array,
+    values_LOI: jax.Array,
+    scales: jax.Array,
+    zeros: jax.Array | None,
+    layer: jax.Array | int,
+    *,
+    row_scale_T: jax.Array | None = None,
+    out_type: Any = jnp.float32,
+    target: Target | None = None,
+) -> jax.Array:
+    """`[T, O]`: rows times one matrix of a stack, each number of which is `(value - zero) * scale`.
+
+    Args:
+        x_TI: the rows: floating point, or integers as in `int8_matmul`, with a scale for each.
+        values_LOI: int8, float8_e4m3fn, or uint8 `[L, O, I / 2]` of two numbers each, as `pack_nibbles` does.
+        scales: `[L, O]` for channels, or `[L, groups, O]` for groups of inputs.
+        zeros: integers in the form of `scales`; None for 0, or 8 for numbers of four bits.
+        layer: which matrix.
+        row_scale_T: float32, of rows of integers.
+        out_type: of the result, which is rounded to it once, from float32.
+        target: the device to trace for; None for any, which takes the reference.
+
+    Sums are float32, and of integers exact. The reference rounds a matrix with scales for groups to the type
+    of x; the kernels may scale the sums of its groups instead, which rounds less.
+
+    Raises ValueError at trace time on shapes and types that disagree.
+    """
+    _check(x_TI, values_LOI, scales, zeros, row_scale_T)
+    target = target or Target()
+    chosen, interpret = choose(
+        "quantised_matmul",
+        IMPLEMENTATIONS,
+        target,
+        rows=(x_TI.shape, jnp.dtype(x_TI.dtype).name),
+        values=(values_LOI.shape, jnp.dtype(values_LOI.dtype).name),
+        num_groups=scales.shape[1] if scales.ndim == 3 else 0,
+        has_zeros=zeros is not None,
+    )
+    return chosen.run(
+        x_TI,
+        values_LOI,
+        scales,
+        zeros,
+        layer,
+        row_scale_T,
+        out_type=out_type,
+        target=target,
+        interpret=interpret,
+    )
+
+
+def _check(
+    x_TI: jax.Array,
+    values_LOI: jax.Array,
+    scales: jax.Array,
+    zeros: jax.Array | None,
+    row_scale_T: jax.Array | None,
+) -> None:
+    if values_LOI.dtype.name not in VALUE_TYPES:
+        raise ValueError(f"a matrix of {values_LOI.dtype}: choose from {', '.join(VALUE_TYPES)}")
+    packing = 2 if values_LOI.dtype == jnp.uint8 else 1
+    if x_TI.ndim != 2 or values_LOI.ndim != 3 or x_TI.shape[1] != values_LOI.shape[2] * packing:
+        raise ValueError(
+            f"rows {x_TI.shape} times a stack {values_LOI.shape} with {packing} numbers in a value: the last "
+            "axes must agree"
+        )
+    if scales.ndim not in (2, 3) or (scales.shape[0], scales.shape[-1]) != values_LOI.shape[:2]:
+        raise ValueError(f"scales {scales.shape} of a stack {values_LOI.shape}: [L, O] or [L, groups, O]")
+    if scales.ndim == 3 and x_TI.shape[1] % scales.shape[1]:
+        raise ValueError(f"{scales.shape[1]} groups of {x_TI.shape[1]} inputs")
+    if zeros is not None and zeros.shape != scales.shape:
+        raise ValueError(f"zeros {zeros.shape} beside scales {scales.shape}")
+    if jnp.issubdtype(x_TI.dtype, jnp.floating):
+        if row_scale_T is not None:
+            raise ValueError(f"rows of {x_TI.dtype} have no scales of their own")
+        return
+    if row_scale_T is None or row_scale_T.shape != x_TI.shape[:1]:
+        of = None if row_scale_T is None else row_scale_T.shape
+        raise ValueError(f"rows {x_TI.shape} of {x_TI.dtype} want a scale each, not {of}")
+    if scales.ndim == 3 or zeros is not None or values_LOI.dtype != jnp.int8:
+        raise ValueError(
+            f"rows of {x_TI.dtype} want a matrix of int8 with a scale a channel, not {values_LOI.dtype} with "
+            f"scales {scales.shape}{'' if zeros is None else ' and zeros'}"
+        )

@@ -1,0 +1,74 @@
+"""What the operation means, in jnp."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.int8_matmul.reference import multiply_reference as multiply_integers
+from pallas_kernels.quantised_matmul.nibbles import unpack_nibbles
+
+MIDDLE_OF_NIBBLE = 8
+"""What a number of four bits stands for zero by, unless its group says otherwise."""
+
+
+def multiply_reference(
+    x_TI: jax.Array,
+    values_LOI: jax.Array,
+    scales: jax.Array,
+    zeros: jax.Array | None,
+    layer: jax.Array | int,
+    row_scale_T: jax.Array | None,
+    *,
+    out_type: Any,
+    **_: object,
+) -> jax.Array:
+    """See `quantised_matmul`."""
+
+    def own(stack: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_index_in_dim(stack, layer, 0, keepdims=False)
+
+    if row_scale_T is not None:
+        return multiply_integers(x_TI, own(values_LOI), row_scale_T, own(scales)).astype(out_type)
+    if scales.ndim == 2 and zeros is None and values_LOI.dtype != jnp.uint8:
+        # Eight bits are exact in every type that x can have, so the scales can wait.
+        unscaled_TO = _contract(x_TI, own(values_LOI).astype(x_TI.dtype))
+        return (unscaled_TO * own(scales)[None]).astype(out_type)
+
+    def own_by_output(stack: jax.Array) -> jax.Array:
+        return own(stack).T if stack.ndim == 3 else own(stack)
+
+    zeros = None if zeros is None else own_by_output(zeros)
+    matrix_OI = widened(own(values_LOI), own_by_output(scales), zeros)
+    return _contract(x_TI, matrix_OI.astype(x_TI.dtype)).astype(out_type)
+
+
+def widened(values: jax.Array, scales: jax.Array, zeros: jax.Array | None) -> jax.Array:
+    """Float32 of a matrix: `(value - zero) * scale`.
+
+    Args:
+        values: int8, fp8, or uint8 of two numbers each, `[*out, *in]`.
+        scales: `[*out]`, or `[*out, groups]` for groups of the flattened inputs.
+        zeros: in the form of `scales`, or None for those in the middle.
+    """
+    packed = values.dtype == jnp.uint8
+    values = unpack_nibbles(values) if packed else values
+    grouped = values.reshape(*scales.shape, -1)
+    if zeros is not None:
+        grouped = grouped.astype(jnp.int32) - zeros[..., None].astype(jnp.int32)
+    elif packed:
+        grouped = grouped - MIDDLE_OF_NIBBLE
+    return (grouped.astype(jnp.float32) * scales[..., None].astype(jnp.float32)).reshape(values.shape)
+
+
+def _contract(x_TI: jax.Array, w_OI: jax.Array) -> jax.Array:
+    return jax.lax.dot_general(
+        x_TI,
+        w_OI,
+        (((1,), (1,)), ((), ())),
+        # float32 means float32: TPUs multiply in bfloat16 unless told.
+        precision=jax.lax.Precision.HIGHEST if x_TI.dtype == jnp.float32 else None,
+        preferred_element_type=jnp.float32,
+    )

@@ -1,0 +1,133 @@
+"""Rows times a quantised matrix of a stack: reference and TPU kernels, against sums in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.dispatch import Target
+from pallas_kernels.quantised_matmul import pack_nibbles, quantised_matmul, unpack_nibbles
+from pallas_kernels.quantised_matmul.cases import CASES, LAYER, MatmulCase
+
+BY_TPU = Target(overrides=(("quantised_matmul", "tpu"),))
+ROUNDING = {"float32": 2.0**-22, "bfloat16": 2.0**-8}
+"""A type's distance from any number, by that number: once for a product's weight, once for its result."""
+
+
+def multiply(case: MatmulCase, operands: tuple[Any, ...], target: Target | None = None) -> np.ndarray:
+    out_type = jnp.float32 if case.integer else jnp.dtype(case.rows)
+
+    @jax.jit
+    def run(x: Any, values: Any, scales: Any, zeros: Any, row_scales: Any, layer: Any) -> jax.Array:
+        return quantised_matmul(
+            x, values, scales, zeros, layer, row_scale_T=row_scales, out_type=out_type, target=target
+        )
+
+    return np.asarray(run(*operands, LAYER), np.float64)
+
+
+def numbers(case: MatmulCase, operands: tuple[Any, ...]) -> np.ndarray:
+    """The layer's matrix in float64, `[O, I]`, unpacked bit by bit."""
+    _, values, scales, zeros, _ = operands
+    stored = values[LAYER]
+    if case.packed:
+        halves = stored.reshape(case.num_outputs, -1, 128 if case.num_inputs % 256 == 0 else 1)
+        stored = np.stack([halves % 16, halves // 16], axis=2).reshape(case.num_outputs, -1)
+    scale = scales[LAYER].astype(np.float64).T
+    zero = np.full(scale.shape, 8 if case.packed else 0) if zeros is None else zeros[LAYER].T
+    if case.group:
+        scale, zero = (np.repeat(array, case.group, axis=1) for array in (scale, zero))
+    else:
+        scale, zero = scale[:, None], zero[:, None]
+    return (stored.astype(np.float64) - zero) * scale
+
+
+def error(case: MatmulCase, operands: tuple[Any, ...], target: Target | None) -> np.ndarray:
+    """By the size of what is added up."""
+    x, row_scales, matrix = operands[0].astype(np.float64), operands[4], numbers(case, operands)
+    factor = 1.0 if row_scales is None else row_scales[:, None]
+    found = multiply(case, operands, target)
+    assert found.shape == (case.num_rows, case.num_outputs)
+    return np.abs(found - x @ matrix.T * factor) / (np.abs(x) @ np.abs(matrix).T * factor)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_reference_is_right(case: MatmulCase) -> None:
+    # Of integers the sums are exact, so three roundings of their scaling are left; otherwise weights and
+    # results are rounded to the type of the rows, and sums are float32.
+    rounding = ROUNDING["float32" if case.integer else case.rows]
+    assert np.max(error(case, case.operands(), None)) < 2 * rounding
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_tpu_kernels_round_as_the_reference_does(case: MatmulCase) -> None:
+    operands = case.operands()
+    found, reference = (error(case, operands, target) for target in (BY_TPU, None))
+    # In float32 all that differs is the order in which numbers are added.
+    factor = 4 if case.rows == "float32" else 1.5
+    assert np.max(found) < factor * np.max(reference)
+
+
+@pytest.mark.parametrize("num_inputs", [10, 512])
+def test_numbers_of_four_bits_are_unpacked_as_they_were_packed(num_inputs: int) -> None:
+    values = np.random.default_rng(0).integers(0, 16, (3, num_inputs))
+    packed = pack_nibbles(values)
+    assert packed.dtype == np.uint8
+    assert packed.shape == (3, num_inputs // 2)
+    np.testing.assert_array_equal(unpack_nibbles(jnp.asarray(packed)), values)
+    np.testing.assert_array_equal(pack_nibbles(jnp.asarray(values)), packed)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"x": ((2, 300), "float32")}, r"rows \(2, 300\) times a stack \(2, 64, 256\)"),
+        ({"values": ((2, 64, 256), "int16")}, "a matrix of int16: choose from int8, float8_e4m3fn, uint8"),
+        ({"scales": ((2, 63), "float32")}, r"scales \(2, 63\) of a stack \(2, 64, 256\)"),
+        ({"scales": ((2, 3, 64), "float32")}, "3 groups of 256 inputs"),
+        ({"zeros": ((2, 4, 64), "int8")}, r"zeros \(2, 4, 64\) beside scales \(2, 64\)"),
+        ({"x": ((2, 256), "int8")}, r"rows \(2, 256\) of int8 want a scale each, not None"),
+        ({"row_scale_T": ((2,), "float32")}, "rows of float32 have no scales of their own"),
+        (
+            {"x": ((2, 256), "int8"), "row_scale_T": ((2,), "float32"), "scales": ((2, 4, 64), "float32")},
+            r"rows of int8 want a matrix of int8 with a scale a channel, not int8 with scales \(2, 4, 64\)",
+        ),
+    ],
+)
+def test_what_disagrees_is_named(changes: dict[str, Any], message: str) -> None:
+    shapes: dict[str, Any] = {
+        "x": ((2, 256), "float32"),
+        "values": ((2, 64, 256), "int8"),
+        "scales": ((2, 64), "float32"),
+    } | changes
+    arrays = {name: jnp.zeros(*shape) for name, shape in shapes.items()}
+    with pytest.raises(ValueError, match=message):
+        quantised_matmul(
+            arrays["x"],
+            arrays["values"],
+            arrays["scales"],
+            arrays.get("zeros"),
+            0,
+            row_scale_T=arrays.get("row_scale_T"),
+        )
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        (MatmulCase(2, 576, 64, "uint4x2", group=32), "576 inputs are no multiple of 256"),
+        (MatmulCase(2, 256, 64, "uint4x2"), "numbers of four bits, or zeros, with one scale a channel"),
+        (MatmulCase(2, 384, 64, group=96), "groups of 96 inputs do not fit into 128 lanes"),
+    ],
+    ids=str,
+)
+def test_what_a_kernel_cannot_take_is_named(case: MatmulCase, message: str) -> None:
+    operands = case.operands()
+    with pytest.raises(ValueError, match=message):
+        multiply(case, operands, BY_TPU)
+    if not case.packed or case.group:
+        multiply(case, operands, Target("tpu"))  # By the reference.
