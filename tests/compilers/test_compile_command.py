@@ -40,6 +40,7 @@ def test_every_step_is_compiled_and_its_memory_told() -> None:
     [
         (["smollm2-135m", "--target", "v7-1"], "target 'v7-1' is not one of v5e, v5p, v6e, h200"),
         (["smollm2-135m", "--target", "v6e-8", "--tensor", "3"], "--tensor 3 on 8 devices"),
+        (["smollm2-135m", "--target", "v6e-8", "--mesh", "expert=2"], "--mesh expert=2 on 8 devices"),
     ],
 )
 def test_what_cannot_be_compiled_is_one_sentence(arguments: list[str], message: str) -> None:
