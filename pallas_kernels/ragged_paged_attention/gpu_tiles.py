@@ -37,7 +37,7 @@ Carry = tuple[jax.Array, jax.Array, jax.Array]
 WARPGROUP_ROWS = 64
 """Rows of a product that the four warps of a warpgroup compute together."""
 LOG2E = math.log2(math.e)
-REDUCING_REGISTERS, FETCHING_REGISTERS = 232, 48
+REDUCING_REGISTERS, FETCHING_REGISTERS = 240, 32
 """Of a thread in a thread block of three warpgroups: a multiprocessor's, shared out."""
 MASKED = -1e30
 """Finite, so that a row that has seen nothing yet yields numbers: what it sums until then has a decay of
