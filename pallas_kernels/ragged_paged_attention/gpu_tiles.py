@@ -37,8 +37,9 @@ Carry = tuple[jax.Array, jax.Array, jax.Array]
 WARPGROUP_ROWS = 64
 """Rows of a product that the four warps of a warpgroup compute together."""
 LOG2E = math.log2(math.e)
-REDUCING_REGISTERS, FETCHING_REGISTERS = 240, 32
-"""Of a thread in a thread block of three warpgroups: a multiprocessor's, shared out."""
+REGISTERS = {1: (240, 32), 2: (232, 48)}
+"""By E, of a thread that reduces and of one that fetches, in a thread block of three warpgroups: all that a
+multiprocessor has. Two planes are more copies to be begun."""
 MASKED = -1e30
 """Finite, so that a row that has seen nothing yet yields numbers: what it sums until then has a decay of
 zero at the first position that it does see."""
@@ -225,13 +226,13 @@ class _Program:
 
         @pl.when(number == self.sizes.num_warpgroups)
         def _() -> None:
-            plgpu.set_max_registers(FETCHING_REGISTERS, action="decrease")
+            plgpu.set_max_registers(REGISTERS[self._num_planes][1], action="decrease")
             self._fetch_queries(work)
             self._fetch_all(work)
 
         @pl.when(number < self.sizes.num_warpgroups)
         def _() -> None:
-            plgpu.set_max_registers(REDUCING_REGISTERS, action="increase")
+            plgpu.set_max_registers(REGISTERS[self._num_planes][0], action="increase")
             zero = jnp.int32(0)
             group, plane = (number, zero) if self._num_planes == 1 else (zero, number)
             _Reduction(self, work, number, group, plane).run_beside_another()
