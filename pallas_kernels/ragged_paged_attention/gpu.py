@@ -32,8 +32,8 @@ MIN_PART_TOKENS = 512
 MULTIPROCESSORS = 132
 """Of an H100 or H200."""
 NUM_BUFFERS = {1: 3, 2: 2}
-"""By a number's bytes: as many as let two thread blocks of one warpgroup share a multiprocessor's memory, and
-one thread block of three have it where a key or value has two planes."""
+"""By a number's bytes: as many as let two thread blocks of one warpgroup share a multiprocessor's memory.
+Where a key or value has two planes, two buffers are what one thread block of three has room for."""
 MANY_BUFFERS = 4
 """Of a thread block of three warpgroups otherwise."""
 MAX_HEAD_SIZE = 256
@@ -211,4 +211,6 @@ def choose_sizes(num_tiles: int, layout: PageLayout, table_pages: int, *, wide: 
     most_parts = MULTIPROCESSORS * (3 - num_warpgroups) // (num_tiles * layout.num_kv_heads)
     num_parts = max(1, min(most_parts, longest // MIN_PART_TOKENS))
     num_buffers = MANY_BUFFERS if wide else NUM_BUFFERS[jnp.dtype(layout.storage).itemsize]
+    if layout.planes > 2:
+        num_buffers = 2
     return TileSizes(BLOCK_TOKENS, num_buffers, num_parts, num_warpgroups)
