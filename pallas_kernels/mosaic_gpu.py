@@ -31,8 +31,11 @@ def load_as(ref: Any, layout: Any) -> jax.Array:
 
 
 def interpreter() -> Any:
-    """What `plgpu.kernel` takes to run a kernel here. Raises ValueError where JAX has none that can."""
+    """What `plgpu.kernel` takes to run a kernel here, where two warpgroups that race raise an error.
+
+    Raises ValueError where JAX has none that can.
+    """
     parameters = getattr(plgpu, "InterpretGPUParams", None)
     if parameters is None:
         raise ValueError(f"jax {jax.__version__} does not interpret GPU kernels; 0.11.2 does")
-    return parameters()
+    return parameters(detect_races=True)

@@ -19,17 +19,24 @@ if TYPE_CHECKING:
     from pallas_kernels.ragged_paged_attention.gpu_tiles import Tiles, TileSizes
 
 TILE_ROWS = 64
-"""M at the most: what the matrix units multiply at once."""
+"""M at the most where one warpgroup has them: what the matrix units multiply at once."""
+WIDE_TILE_ROWS = 128
+"""M for prompts, whose pages two warpgroups share: otherwise the second-level cache would be the limit."""
+WIDE_FROM = 4
+"""Rows for each sequence from which a batch is taken to hold prompts."""
 ROW_STEP = 8
 """Rows that the copy engine moves together."""
 BLOCK_TOKENS = 64
 MIN_PART_TOKENS = 512
 """Positions that are worth a thread block of their own."""
-MAX_BLOCKS = 2 * 132
-"""Thread blocks that an H100 or H200 runs at once, two on each multiprocessor."""
+MULTIPROCESSORS = 132
+"""Of an H100 or H200."""
 NUM_BUFFERS = {1: 3, 2: 2}
-"""By a number's bytes: as many as let two thread blocks share a multiprocessor's memory."""
-MAX_HEAD_SIZE = 128
+"""By a number's bytes: as many as let two thread blocks of one warpgroup share a multiprocessor's memory.
+Where a key or value has two planes, two buffers are what one thread block of three has room for."""
+MANY_BUFFERS = 4
+"""Of a thread block of three warpgroups otherwise."""
+MAX_HEAD_SIZE = 256
 LOG2E = math.log2(math.e)
 
 
@@ -95,7 +102,9 @@ def attend_gpu(
     num_rows, num_heads, _ = q_THh.shape
     num_sequences = page_table_SP.shape[0]
     queries_per_kv = num_heads // layout.num_kv_heads
-    tile_rows = 1 if single else TILE_ROWS // queries_per_kv
+    wide = not single and layout.planes <= 2 and num_rows >= WIDE_FROM * num_sequences
+    most_rows = WIDE_TILE_ROWS if wide else TILE_ROWS
+    tile_rows = 1 if single else most_rows // queries_per_kv
     if single:
         tiles = Tiles(jnp.arange(num_sequences, dtype=jnp.int32), context_len_S - 1, context_len_S)
         row_NB = jnp.arange(num_rows, dtype=jnp.int32)[:, None]
@@ -103,11 +112,11 @@ def attend_gpu(
     else:
         tiles, row_NB, place_T = _cut(query_start_S1, context_len_S, num_rows, tile_rows)
     num_tiles = row_NB.shape[0]
-    sizes = sizes or choose_sizes(num_tiles, layout, page_table_SP.shape[1])
+    sizes = sizes or choose_sizes(num_tiles, layout, page_table_SP.shape[1], wide=wide)
     partial = sizes.num_parts > 1 or sinks_H is not None
     q_NBHh = q_THh[:, None] if single else jnp.take(q_THh, row_NB, axis=0, mode="clip")
     out, logarithm = attend_tiles(
-        _as_tiles(q_NBHh, layout),
+        _as_tiles(q_NBHh, layout, WIDE_TILE_ROWS if wide else ROW_STEP),
         tiles,
         pool,
         scales,
@@ -156,14 +165,14 @@ def _planes(layout: PageLayout) -> tuple[int, int]:
     return num_planes, layout.lanes_per_part // num_planes
 
 
-def _as_tiles(q_NBHh: jax.Array, layout: PageLayout) -> jax.Array:
-    """`[N, K, E, M, W]`, M padded to what the copy engine moves."""
+def _as_tiles(q_NBHh: jax.Array, layout: PageLayout, step: int) -> jax.Array:
+    """`[N, K, E, M, W]`, M padded to a multiple of `step`."""
     num_tiles, tile_rows = q_NBHh.shape[:2]
     num_planes, width = _planes(layout)
     q = jnp.pad(q_NBHh, ((0, 0), (0, 0), (0, 0), (0, num_planes * width - layout.head_size)))
     q = q.reshape(num_tiles, tile_rows, layout.num_kv_heads, -1, num_planes, width)
     q = jnp.transpose(q, (0, 2, 4, 1, 3, 5)).reshape(num_tiles, layout.num_kv_heads, num_planes, -1, width)
-    return jnp.pad(q, ((0, 0), (0, 0), (0, 0), (0, -q.shape[3] % ROW_STEP), (0, 0)))
+    return jnp.pad(q, ((0, 0), (0, 0), (0, 0), (0, -q.shape[3] % step), (0, 0)))
 
 
 def _as_rows(out_NKEMW: jax.Array, tile_rows: int, queries_per_kv: int, layout: PageLayout) -> jax.Array:
@@ -192,10 +201,16 @@ def _join(
     return out / total_NKM[:, :, None, :, None]
 
 
-def choose_sizes(num_tiles: int, layout: PageLayout, table_pages: int) -> TileSizes:
-    """For so many tiles, and tables of so many pages."""
+def choose_sizes(num_tiles: int, layout: PageLayout, table_pages: int, *, wide: bool) -> TileSizes:
+    """For so many tiles, `wide` ones or not, and tables of so many pages."""
     from pallas_kernels.ragged_paged_attention.gpu_tiles import TileSizes
 
     longest = table_pages * layout.page_size
-    num_parts = max(1, min(MAX_BLOCKS // (num_tiles * layout.num_kv_heads), longest // MIN_PART_TOKENS))
-    return TileSizes(BLOCK_TOKENS, NUM_BUFFERS[jnp.dtype(layout.storage).itemsize], num_parts)
+    num_warpgroups = 2 if wide or layout.planes > 2 else 1
+    # No more than run at once.
+    most_parts = MULTIPROCESSORS * (3 - num_warpgroups) // (num_tiles * layout.num_kv_heads)
+    num_parts = max(1, min(most_parts, longest // MIN_PART_TOKENS))
+    num_buffers = MANY_BUFFERS if wide else NUM_BUFFERS[jnp.dtype(layout.storage).itemsize]
+    if layout.planes > 2:
+        num_buffers = 2
+    return TileSizes(BLOCK_TOKENS, num_buffers, num_parts, num_warpgroups)

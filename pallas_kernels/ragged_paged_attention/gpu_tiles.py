@@ -1,8 +1,12 @@
 """The GPU kernel (Hopper, through Mosaic GPU): tiles of query rows against the pages of their sequences.
 
-A tile is some consecutive rows of one sequence with all queries of a kv head, at least 64 rows for the matrix
-units, and a thread block reduces one tile of one head over a part of its context. The copy engine fetches
-pages into a ring of buffers, as many blocks ahead as there are buffers.
+A tile is some consecutive rows of one sequence with all queries of a kv head, and a thread block reduces one
+tile of one head over a part of its context. The copy engine fetches pages into a ring of buffers, as many
+blocks ahead as there are buffers.
+
+A thread block is one warpgroup for a tile of up to 64 rows, which the matrix units take at once, or three:
+two that share what a third one fetches. Those two have 64 rows each, or where values have two planes, which
+are more than one's registers hold, a plane each of the same rows.
 
 Axes: N tiles, K kv heads, C parts of a context, M rows of a tile, E planes of a key or a value, W lanes of a
 plane, t positions of a block.
@@ -27,12 +31,15 @@ from pallas_kernels.ragged_paged_attention.params import AttentionParams
 
 Ref = Any
 """A reference to memory inside a kernel."""
-Carry = tuple[tuple[jax.Array, ...], jax.Array, jax.Array]
-"""Unnormalised output, `[64, lanes]` for each of its chunks; highest score and sum of weights `[64]`."""
+Carry = tuple[jax.Array, jax.Array, jax.Array]
+"""Unnormalised output `[64, W]`, highest score and sum of weights `[64]` so far."""
 
 WARPGROUP_ROWS = 64
 """Rows of a product that the four warps of a warpgroup compute together."""
 LOG2E = math.log2(math.e)
+REGISTERS = {1: (240, 32), 2: (232, 48)}
+"""By E, of a thread that reduces and of one that fetches, in a thread block of three warpgroups: all that a
+multiprocessor has. Two planes are more copies to be begun."""
 MASKED = -1e30
 """Finite, so that a row that has seen nothing yet yields numbers: what it sums until then has a decay of
 zero at the first position that it does see."""
@@ -51,6 +58,8 @@ class TileSizes:
     num_buffers: int
     num_parts: int
     """C."""
+    num_warpgroups: int = 1
+    """That reduce: 2 for tiles of 128 rows, or of any where E is 2."""
 
 
 class Tiles(NamedTuple):
@@ -90,7 +99,7 @@ def attend_tiles(
 
     Args:
         q_NKEMW: bfloat16 queries; row m is that of query m % queries_per_kv of row m // queries_per_kv. M is
-            a multiple of 8 up to 64. Lanes past the head size are zero.
+            a multiple of 8 up to 64, or 128. Lanes past the head size are zero.
         first_page: int32 scalar.
         partial: whether parts are to be joined: results are float32, and there are also the logarithms, in
             base two, of each row's sum of exponentials, `[N, K, C, M]`.
@@ -113,7 +122,9 @@ def attend_tiles(
     results = [jax.ShapeDtypeStruct((*shape, num_planes, num_rows, width), out_type)]
     if partial:
         results.append(jax.ShapeDtypeStruct((*shape, num_rows), jnp.float32))
-    scratch = _scratch(layout, sizes, num_planes, width, out_type if partial else None)
+    split_rows = sizes.num_warpgroups == 2 and num_planes == 1
+    groups = 2 if split_rows else 1
+    scratch = _scratch(layout, sizes, groups, num_planes, width, out_type if partial else None)
     names = ["first_page", "tiles", "table", "q", "pool", *([] if scales is None else ["scales"]), "out"]
     names += ["logarithm"] if partial else []
 
@@ -131,6 +142,7 @@ def attend_tiles(
         grid=shape,
         grid_names=("tile", "head", "part"),
         scratch_types=list(scratch.values()),
+        **({} if sizes.num_warpgroups == 1 else {"num_threads": 3, "thread_name": "warpgroup"}),
         compiler_params=COMPILER_PARAMS,
         **({} if interpret is None else {"interpret": interpret}),
     )(*operands)
@@ -138,23 +150,23 @@ def attend_tiles(
 
 
 def _scratch(
-    layout: PageLayout, sizes: TileSizes, num_planes: int, width: int, staged: jnp.dtype | None
+    layout: PageLayout, sizes: TileSizes, groups: int, num_planes: int, width: int, staged: jnp.dtype | None
 ) -> dict[str, Any]:
-    """Shared memory and barriers by name."""
+    """Shared memory and barriers by name, for so many groups of 64 rows."""
     ring = sizes.num_buffers, num_planes, sizes.block_tokens
-    compute = jnp.bfloat16
+    compute, number = jnp.bfloat16, sizes.num_warpgroups
     stored = jnp.dtype(layout.storage)
     pieces = num_pieces(layout, sizes)
+    tile = groups, num_planes, WARPGROUP_ROWS, width
     pages = matrix_tile((*ring, width), stored), matrix_tile((*ring, width), stored)
     if staged is not None:
         # Results are staged where pages were.
-        out_tile = matrix_tile((num_planes, WARPGROUP_ROWS, width), staged)
-        pages = plgpu.RefUnion(pages, (out_tile,))
+        pages = plgpu.RefUnion(pages, (matrix_tile(tile, staged),))
     scratch = {
-        "q_tile": matrix_tile((num_planes, WARPGROUP_ROWS, width), compute),
+        "q_tile": matrix_tile(tile, compute),
         "pages": pages,
-        "weights": matrix_tile((WARPGROUP_ROWS, sizes.block_tokens), compute),
-        "q_barrier": plgpu.Barrier(num_arrivals=num_planes),
+        "weights": matrix_tile((number, WARPGROUP_ROWS, sizes.block_tokens), compute),
+        "q_barrier": plgpu.Barrier(num_arrivals=groups * num_planes),
     }
     arrivals = pieces * num_planes
     if layout.quantised:
@@ -165,8 +177,11 @@ def _scratch(
         arrivals += pieces
     for name in ("key_barriers", "value_barriers"):
         scratch[name] = plgpu.Barrier(num_arrivals=arrivals, num_barriers=sizes.num_buffers)
+    if number > 1:
+        scratch["released"] = plgpu.Barrier(num_arrivals=number, num_barriers=sizes.num_buffers)
+        scratch["together"] = plgpu.Barrier(num_arrivals=number)
     if staged is not None:
-        scratch["logarithm_tile"] = plgpu.SMEM((WARPGROUP_ROWS,), jnp.float32)
+        scratch["logarithm_tile"] = plgpu.SMEM((groups, WARPGROUP_ROWS), jnp.float32)
     return scratch
 
 
@@ -176,8 +191,23 @@ def num_pieces(layout: PageLayout, sizes: TileSizes) -> int:
 
 
 @dataclass(frozen=True)
+class _Work:
+    """A thread block's own: int32 scalars; see Tiles."""
+
+    tile: jax.Array
+    head: jax.Array
+    part: jax.Array
+    sequence: jax.Array
+    first_position: jax.Array
+    end: jax.Array
+    low: jax.Array
+    first_block: jax.Array
+    end_block: jax.Array
+
+
+@dataclass(frozen=True)
 class _Program:
-    """One thread block's work."""
+    """What a thread block does."""
 
     refs: dict[str, Ref]
     layout: PageLayout
@@ -186,77 +216,108 @@ class _Program:
     queries_per_kv: int
 
     def run(self) -> None:
-        """Fetch the first blocks, reduce all, write the result."""
+        """Fetch, reduce, write."""
+        work = self._work()
+        if self.sizes.num_warpgroups == 1:
+            self._fetch_queries(work)
+            self._reduce_alone(work)
+            return
+        number = lax.axis_index("warpgroup")
+
+        @pl.when(number == self.sizes.num_warpgroups)
+        def _() -> None:
+            plgpu.set_max_registers(REGISTERS[self._num_planes][1], action="decrease")
+            self._fetch_queries(work)
+            self._fetch_all(work)
+
+        @pl.when(number < self.sizes.num_warpgroups)
+        def _() -> None:
+            plgpu.set_max_registers(REGISTERS[self._num_planes][0], action="increase")
+            zero = jnp.int32(0)
+            group, plane = (number, zero) if self._num_planes == 1 else (zero, number)
+            _Reduction(self, work, number, group, plane).run_beside_another()
+
+    def _work(self) -> _Work:
         tile, part = lax.axis_index("tile"), lax.axis_index("part")
-        fact = [self.refs["tiles"][tile, i] for i in range(6)]
-        work = _Work(lax.axis_index("head"), *fact[:4])
-        per_part = lax.div(fact[5] - fact[4] + (self.sizes.num_parts - 1), jnp.int32(self.sizes.num_parts))
-        first = jnp.minimum(fact[4] + part * per_part, fact[5])
-        end = jnp.minimum(first + per_part, fact[5])
-        num_rows = self.refs["q"].shape[3]
-        for plane in range(self._num_planes):
-            plgpu.copy_gmem_to_smem(
-                self.refs["q"].at[tile, work.head, plane],
-                self.refs["q_tile"].at[plane, pl.ds(0, num_rows)],
-                self.refs["q_barrier"],
-            )
-        for slot in range(self.sizes.num_buffers):
-
-            @pl.when(first + slot < end)
-            def _(slot: int = slot) -> None:
-                self._fetch(work, first + slot, jnp.int32(slot))
-
-        plgpu.barrier_wait(self.refs["q_barrier"])
-
-        def step(block: jax.Array, carry: Carry) -> Carry:
-            slot = lax.rem(block - first, jnp.int32(self.sizes.num_buffers))
-            carry = self._reduce(work, block, slot, carry)
-            # All four warps are through with the buffer before the copy engine fills it anew.
-            plgpu.commit_smem()
-
-            @pl.when(block + self.sizes.num_buffers < end)
-            def _() -> None:
-                self._fetch(work, block + self.sizes.num_buffers, slot)
-
-            return carry
-
-        carry = lax.fori_loop(first, end, step, self._nothing_seen())
-        self._write(tile, work.head, part, carry)
+        sequence, first_position, end, low, first_block, end_block = (
+            self.refs["tiles"][tile, i] for i in range(6)
+        )
+        num_parts = self.sizes.num_parts
+        per_part = lax.div(end_block - first_block + (num_parts - 1), jnp.int32(num_parts))
+        first_block = jnp.minimum(first_block + part * per_part, end_block)
+        end_block = jnp.minimum(first_block + per_part, end_block)
+        head = lax.axis_index("head")
+        return _Work(tile, head, part, sequence, first_position, end, low, first_block, end_block)
 
     @property
     def _num_planes(self) -> int:
         return self.refs["q"].shape[2]
 
     @property
-    def _width(self) -> int:
-        return self.refs["q"].shape[4]
+    def num_rows(self) -> int:
+        """Of a tile that a warpgroup has at the most."""
+        return min(self.refs["q"].shape[3], WARPGROUP_ROWS)
 
-    @property
-    def _chunk_lanes(self) -> int:
-        """Lanes of a product: few where the results of two planes already take 128 registers a thread."""
-        return self._width if self._num_planes == 1 else WARPGROUP_ROWS
+    def slot(self, work: _Work, block: jax.Array) -> jax.Array:
+        """Which buffer holds a block."""
+        return lax.rem(block - work.first_block, jnp.int32(self.sizes.num_buffers))
 
-    def _chunks(self) -> list[tuple[int, Any]]:
-        """Plane and lanes of each chunk of the output."""
-        lanes = self._chunk_lanes
-        return [
-            (plane, pl.ds(first, lanes))
-            for plane in range(self._num_planes)
-            for first in range(0, self._width, lanes)
-        ]
+    def _reduce_alone(self, work: _Work) -> None:
+        """One warpgroup does all."""
+        zero = jnp.int32(0)
+        reduction = _Reduction(self, work, zero, zero, zero)
+        for slot in range(self.sizes.num_buffers):
 
-    def _nothing_seen(self) -> Carry:
-        shape = WARPGROUP_ROWS, self._chunk_lanes
-        zeros = [plgpu.layout_cast(jnp.full(shape, 0.0, jnp.float32), MATRIX) for _ in self._chunks()]
-        peak, total = (
-            plgpu.layout_cast(jnp.full(shape[:1], value, jnp.float32), PER_ROW) for value in (MASKED, 0.0)
-        )
-        return tuple(zeros), peak, total
+            @pl.when(work.first_block + slot < work.end_block)
+            def _(slot: int = slot) -> None:
+                self._fetch(work, work.first_block + slot, jnp.int32(slot))
+
+        plgpu.barrier_wait(self.refs["q_barrier"])
+
+        def step(block: jax.Array, carry: Carry) -> Carry:
+            slot = self.slot(work, block)
+            carry = reduction.absorb(block, slot, carry)
+            # All four warps are through with the buffer before the copy engine fills it anew.
+            plgpu.commit_smem()
+
+            @pl.when(block + self.sizes.num_buffers < work.end_block)
+            def _() -> None:
+                self._fetch(work, block + self.sizes.num_buffers, slot)
+
+            return carry
+
+        nothing = reduction.nothing_seen()
+        reduction.write(lax.fori_loop(work.first_block, work.end_block, step, nothing))
+
+    def _fetch_queries(self, work: _Work) -> None:
+        tile = self.refs["q_tile"]
+        for group in range(tile.shape[0]):
+            for plane in range(tile.shape[1]):
+                rows = pl.ds(group * WARPGROUP_ROWS, self.num_rows)
+                plgpu.copy_gmem_to_smem(
+                    self.refs["q"].at[work.tile, work.head, plane, rows],
+                    tile.at[group, plane, pl.ds(0, self.num_rows)],
+                    self.refs["q_barrier"],
+                )
+
+    def _fetch_all(self, work: _Work) -> None:
+        """Each block as soon as its buffer is free."""
+
+        def step(block: jax.Array, carry: None) -> None:
+            slot = self.slot(work, block)
+
+            @pl.when(block - work.first_block >= self.sizes.num_buffers)
+            def _() -> None:
+                plgpu.barrier_wait(self.refs["released"].at[slot])
+
+            self._fetch(work, block, slot)
+
+        lax.fori_loop(work.first_block, work.end_block, step, None)
 
     def _fetch(self, work: _Work, block: jax.Array, slot: jax.Array) -> None:
         """Begin to copy a block's pages into a buffer."""
         refs, layout = self.refs, self.layout
-        page_size, num_planes, width = layout.page_size, self._num_planes, self._width
+        page_size, num_planes, width = layout.page_size, self._num_planes, refs["q"].shape[4]
         table_pages = refs["table"].shape[1]
         pieces = num_pieces(layout, self.sizes)
         piece = self.sizes.block_tokens // pieces
@@ -292,62 +353,143 @@ class _Program:
                         barrier,
                     )
 
-    def _reduce(self, work: _Work, block: jax.Array, slot: jax.Array, carry: Carry) -> Carry:
+
+@dataclass(frozen=True)
+class _Reduction:
+    """What a warpgroup does of it: 64 rows, one plane of their result."""
+
+    program: _Program
+    work: _Work
+    number: jax.Array
+    """The warpgroup's."""
+    group: jax.Array
+    """Which 64 rows of the tile."""
+    plane: jax.Array
+    """Which plane of the values."""
+
+    @property
+    def refs(self) -> dict[str, Ref]:
+        return self.program.refs
+
+    @property
+    def layout(self) -> PageLayout:
+        return self.program.layout
+
+    @property
+    def _tokens(self) -> int:
+        return self.program.sizes.block_tokens
+
+    @property
+    def _num_planes(self) -> int:
+        return self.refs["q_tile"].shape[1]
+
+    @property
+    def _width(self) -> int:
+        return self.refs["q_tile"].shape[3]
+
+    @property
+    def _alone(self) -> bool:
+        return self.program.sizes.num_warpgroups == 1
+
+    def run_beside_another(self) -> None:
+        """Reduce what a third warpgroup fetches."""
+        plgpu.barrier_wait(self.refs["q_barrier"])
+
+        def step(block: jax.Array, carry: Carry) -> Carry:
+            slot = self.program.slot(self.work, block)
+            carry = self.absorb(block, slot, carry)
+            plgpu.barrier_arrive(self.refs["released"].at[slot])
+            return carry
+
+        nothing = self.nothing_seen()
+        carry = lax.fori_loop(self.work.first_block, self.work.end_block, step, nothing)
+        self._meet()
+        self.write(carry)
+
+    def nothing_seen(self) -> Carry:
+        """Before the first block."""
+        shape = WARPGROUP_ROWS, self._width
+        peak, total = (
+            plgpu.layout_cast(jnp.full(shape[:1], value, jnp.float32), PER_ROW) for value in (MASKED, 0.0)
+        )
+        return plgpu.layout_cast(jnp.full(shape, 0.0, jnp.float32), MATRIX), peak, total
+
+    def absorb(self, block: jax.Array, slot: jax.Array, carry: Carry) -> Carry:
         """Take a block into the sums."""
-        refs, tokens = self.refs, self.sizes.block_tokens
-        outs, peak, total = carry
-        start = block * tokens
-        plgpu.barrier_wait(refs["key_barriers"].at[slot])
-        keys = self._wide("keys", "wide_keys", slot)
+        refs = self.refs
+        out, peak, total = carry
+        start = block * self._tokens
+        keys, values = self._operands(slot)
         score = self._scores(keys)
         if self.layout.quantised:
             score = score * self._per_column("key_scales", slot)
-        visible = self._visible(work, start)
+        visible = self._visible(start)
         score = jnp.where(visible, self._capped(score), MASKED)
         new_peak = jnp.maximum(peak, jnp.max(score, axis=1))
         weight = jnp.exp2(score - lax.broadcast_in_dim(new_peak, score.shape, [0]))
         decay = jnp.exp2(peak - new_peak)
         total = total * decay + jnp.sum(weight, axis=1)
-        plgpu.barrier_wait(refs["value_barriers"].at[slot])
         if self.layout.quantised:
             # The scale of a position that nobody wrote may be NaN.
             weight = jnp.where(visible, weight * self._per_column("value_scales", slot), 0.0)
-        refs["weights"][...] = weight.astype(jnp.bfloat16)
-        values = self._wide("values", "wide_values", slot)
-        self._drop_unwritten(work, start, values)
+        else:
+            plgpu.barrier_wait(refs["value_barriers"].at[slot])
+        own_weights = refs["weights"].at[self.number]
+        own_weights[...] = weight.astype(jnp.bfloat16)
+        self._drop_unwritten(start, values)
         plgpu.commit_smem()
-        decayed = lax.broadcast_in_dim(decay, outs[0].shape, [0])
-        outs = tuple(
-            out * decayed
-            + self._product(
-                (WARPGROUP_ROWS, self._chunk_lanes), [(refs["weights"], values.at[plane, :, lanes])]
-            )
-            for (plane, lanes), out in zip(self._chunks(), outs, strict=True)
-        )
-        return outs, new_peak, total
+        product = self._product((WARPGROUP_ROWS, self._width), [(own_weights, values.at[self.plane])])
+        return out * lax.broadcast_in_dim(decay, out.shape, [0]) + product, new_peak, total
 
-    def _wide(self, name: str, wide: str, slot: jax.Array) -> Ref:
-        """A buffer's block `[E, t, W]` as operands of a product."""
-        ref = self.refs[name].at[slot]
+    def _meet(self) -> None:
+        """Wait until the other warpgroup, if there is one, has come as far."""
+        if not self._alone:
+            plgpu.barrier_arrive(self.refs["together"])
+            plgpu.barrier_wait(self.refs["together"])
+
+    def _operands(self, slot: jax.Array) -> tuple[Ref, Ref]:
+        """A block's keys and values `[E, t, W]` as operands of a product.
+
+        Keys are there; values that are not of eight bits have to be waited for.
+        """
+        refs = self.refs
+        plgpu.barrier_wait(refs["key_barriers"].at[slot])
         if not self.layout.quantised:
-            return ref
-        for plane in range(self._num_planes):
-            for first in range(0, self.sizes.block_tokens, WARPGROUP_ROWS):
-                rows = pl.ds(first, WARPGROUP_ROWS)
-                stored = load_as(ref.at[plane, rows], WIDENED)
-                # Hopper does not convert from float8 to bfloat16 directly.
-                if self.layout.kv_format != "int8":
-                    stored = stored.astype(jnp.float32)
-                self.refs[wide][plane, rows] = plgpu.layout_cast(stored.astype(jnp.bfloat16), MATRIX)
+            return refs["keys"].at[slot], refs["values"].at[slot]
+        plgpu.barrier_wait(refs["value_barriers"].at[slot])
+        if self._alone:
+            self._widen("keys", slot, 0)
+            self._widen("values", slot, 0)
+        else:
+            # The other one is through with the block before.
+            self._meet()
+            if self._num_planes == 1:
+                for number, name in enumerate(("keys", "values")):
+                    pl.when(self.number == number)(functools.partial(self._widen, name, slot, 0))
+            else:
+                self._widen("keys", slot, self.plane)
+                self._widen("values", slot, self.plane)
         plgpu.commit_smem()
-        return self.refs[wide]
+        self._meet()
+        return refs["wide_keys"], refs["wide_values"]
+
+    def _widen(self, name: str, slot: jax.Array, plane: jax.Array | int) -> None:
+        """A plane of a buffer's block to bfloat16."""
+        for first in range(0, self._tokens, WARPGROUP_ROWS):
+            rows = pl.ds(first, WARPGROUP_ROWS)
+            stored = load_as(self.refs[name].at[slot, plane, rows], WIDENED)
+            # Hopper does not convert from float8 to bfloat16 directly.
+            if self.layout.kv_format != "int8":
+                stored = stored.astype(jnp.float32)
+            wide = self.refs[f"wide_{name}"].at[plane, rows]
+            wide[...] = plgpu.layout_cast(stored.astype(jnp.bfloat16), MATRIX)
 
     def _scores(self, keys: Ref) -> jax.Array:
         pairs = [
-            (self.refs["q_tile"].at[plane], keys.at[plane].transpose((1, 0)))
+            (self.refs["q_tile"].at[self.group, plane], keys.at[plane].transpose((1, 0)))
             for plane in range(self._num_planes)
         ]
-        return self._product((WARPGROUP_ROWS, self.sizes.block_tokens), pairs)
+        return self._product((WARPGROUP_ROWS, self._tokens), pairs)
 
     def _product(self, shape: tuple[int, int], pairs: list[tuple[Ref, Ref]]) -> jax.Array:
         """The sum of the products of pairs, float32."""
@@ -362,70 +504,75 @@ class _Program:
 
     def _per_column(self, name: str, slot: jax.Array) -> jax.Array:
         scale = load_as(self.refs[name].at[slot], PER_COLUMN)
-        return lax.broadcast_in_dim(scale, (WARPGROUP_ROWS, self.sizes.block_tokens), [1])
+        return lax.broadcast_in_dim(scale, (WARPGROUP_ROWS, self._tokens), [1])
 
     def _capped(self, score: jax.Array) -> jax.Array:
         """Scores in base two."""
-        params = self.params
+        params = self.program.params
         if not params.softcap:
             return score * (params.scale * LOG2E)
         # tanh(x) = 1 - 2 / (exp(2 x) + 1), more precise than the chip's own.
         power = jnp.exp2(score * (2.0 * LOG2E * params.scale / params.softcap))
         return (params.softcap * LOG2E) * (1.0 - 2.0 / (power + 1.0))
 
-    def _visible(self, work: _Work, start: jax.Array) -> jax.Array:
-        shape = WARPGROUP_ROWS, self.sizes.block_tokens
-        row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=MATRIX)
+    def _visible(self, start: jax.Array) -> jax.Array:
+        shape = WARPGROUP_ROWS, self._tokens
+        work, window = self.work, self.program.params.window
+        row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=MATRIX) + self.group * WARPGROUP_ROWS
         position = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=MATRIX) + start
-        own = work.first_position + lax.div(row, jnp.int32(self.queries_per_kv))
+        own = work.first_position + lax.div(row, jnp.int32(self.program.queries_per_kv))
         visible = position <= jnp.minimum(own, work.end - 1)
-        return visible & (position > own - self.params.window) if self.params.window else visible
+        return visible & (position > own - window) if window else visible
 
-    def _drop_unwritten(self, work: _Work, start: jax.Array, values: Ref) -> None:
+    def _drop_unwritten(self, start: jax.Array, values: Ref) -> None:
         """Zeros for the values of positions that no row sees, which may be NaN, at either end."""
         if self.layout.kv_format == "int8":
             return
-        tokens = self.sizes.block_tokens
+        work, tokens = self.work, self._tokens
 
         @pl.when((start < work.low) | (start + tokens > work.end))
         def _() -> None:
-            for plane in range(self._num_planes):
-                for first in range(0, tokens, WARPGROUP_ROWS):
-                    rows = values.at[plane, pl.ds(first, WARPGROUP_ROWS)]
-                    shape = WARPGROUP_ROWS, self._width
-                    position = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=MATRIX) + (start + first)
-                    readable = (position >= work.low) & (position < work.end)
-                    rows[...] = jnp.where(readable, load_as(rows, MATRIX), jnp.bfloat16(0.0))
+            if self._alone or self._num_planes == 2:
+                self._clear(start, values.at[self.plane])
+            else:
+                # What one of the two does the other one waits for.
+                pl.when(self.number == 0)(lambda: self._clear(start, values.at[0]))
+                plgpu.commit_smem()
+                self._meet()
 
-    def _write(self, tile: jax.Array, head: jax.Array, part: jax.Array, carry: Carry) -> None:
-        refs = self.refs
-        outs, peak, total = carry
-        num_rows = refs["q"].shape[3]
-        staged = refs.get("out_tile", refs["q_tile"])
+    def _clear(self, start: jax.Array, values: Ref) -> None:
+        work = self.work
+        for first in range(0, self._tokens, WARPGROUP_ROWS):
+            rows = values.at[pl.ds(first, WARPGROUP_ROWS)]
+            shape = WARPGROUP_ROWS, self._width
+            position = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=MATRIX) + (start + first)
+            readable = (position >= work.low) & (position < work.end)
+            rows[...] = jnp.where(readable, load_as(rows, MATRIX), jnp.bfloat16(0.0))
+
+    def write(self, carry: Carry) -> None:
+        """The result, and its rows' logarithms if they are wanted."""
+        refs, work, num_rows = self.refs, self.work, self.program.num_rows
+        out, peak, total = carry
+        staged = refs.get("out_tile", refs["q_tile"]).at[self.group, self.plane]
         divisor = jnp.where(total == 0.0, 1.0, total)
-        for (plane, lanes), out in zip(self._chunks(), outs, strict=True):
-            normalised = out / lax.broadcast_in_dim(divisor, out.shape, [0])
-            staged[plane, :, lanes] = normalised.astype(staged.dtype)
+        normalised = out / lax.broadcast_in_dim(divisor, out.shape, [0])
+        staged[...] = normalised.astype(staged.dtype)
+        place = work.tile, work.head, work.part
+        rows = pl.ds(self.group * WARPGROUP_ROWS, num_rows)
         if "logarithm" in refs:
-            refs["logarithm_tile"][...] = jnp.where(total == 0.0, MASKED, peak + jnp.log2(divisor))
+            logarithm = refs["logarithm_tile"].at[self.group]
+
+            # Of two warpgroups with the same rows, one.
+            @pl.when(self.plane == 0)
+            def _() -> None:
+                logarithm[...] = jnp.where(total == 0.0, MASKED, peak + jnp.log2(divisor))
+
         plgpu.commit_smem()
-        for plane in range(self._num_planes):
-            plgpu.copy_smem_to_gmem(
-                staged.at[plane, pl.ds(0, num_rows)], refs["out"].at[tile, head, part, plane]
-            )
+        plgpu.copy_smem_to_gmem(staged.at[pl.ds(0, num_rows)], refs["out"].at[*place, self.plane, rows])
         if "logarithm" in refs:
-            plgpu.copy_smem_to_gmem(
-                refs["logarithm_tile"].at[pl.ds(0, num_rows)], refs["logarithm"].at[tile, head, part]
-            )
+
+            @pl.when(self.plane == 0)
+            def _() -> None:
+                plgpu.copy_smem_to_gmem(logarithm.at[pl.ds(0, num_rows)], refs["logarithm"].at[*place, rows])
+
         plgpu.wait_smem_to_gmem(0)
-
-
-@dataclass(frozen=True)
-class _Work:
-    """A thread block's head and tile, int32 scalars; see Tiles."""
-
-    head: jax.Array
-    sequence: jax.Array
-    first_position: jax.Array
-    end: jax.Array
-    low: jax.Array

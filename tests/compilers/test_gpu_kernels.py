@@ -13,7 +13,7 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parents[2]
 REGISTERS = 255
 """Of a thread; with 128 threads a block, two blocks have them on a multiprocessor."""
-SINGLE_BYTES = 1 << 20
+SINGLE_BYTES = 2 << 20
 """Queries and results in the kernel's order, parts of a context included; a pool has 16 MiB at least."""
 MIXED_BYTES = 12 << 20
 
