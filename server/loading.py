@@ -126,6 +126,7 @@ class ModelLoader:
             for route, (policy, frozen), chosen in zip(self._routes, self._policies, options, strict=True)
         ]
         for one in planned:
+            one.model.draft_checkpoint(one.options, progress=self._progress)
             if one.frozen is not None:
                 one.check_drift(one.manifest(one.model.configure(one.options)))
         return planned

@@ -176,6 +176,7 @@ _KEYS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "max_chunk": ("max_chunk", _whole),
     "deterministic": ("deterministic", _flag),
     "speculative": ("speculative", lambda text: None if text == "none" else parse_speculative(text)),
+    "draft_quantize": ("draft_quantize", recipe_name),
     "max_waiting": ("max_waiting", _whole),
     "policy": ("policy_file", lambda text: Path(_name(text))),
     "prefix_cache": ("prefix_cache", _flag),

@@ -27,6 +27,7 @@ _ENGINE_ARGUMENTS = (
     "deterministic",
     "max_chunk",
     "speculative",
+    "draft_quantize",
 )
 _SAMPLING_ARGUMENTS = (
     "max_tokens",
@@ -112,6 +113,12 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--kv-format", default="auto", choices=["auto", *get_args(KvFormat)], help="of the KV pool")
     add("--speculative", type=parse_speculative, metavar="HOW", help=f"draft answers, {SPECULATIVE_HELP}")
+    add(
+        "--draft-quantize",
+        type=recipe_name,
+        metavar="RECIPE",
+        help="number formats of a draft model's weights (default: as --quantize)",
+    )
     add(
         "--deterministic",
         action=argparse.BooleanOptionalAction,

@@ -14,7 +14,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.config import EngineConfig, ModelConfig
 from jaxserve.engine.build import (
-    DEVICE_MEMORY_SHARE,
     EngineOptions,
     layer_loop_for,
     resolve_config,
@@ -22,6 +21,7 @@ from jaxserve.engine.build import (
 )
 from jaxserve.engine.ladder import chunk_shapes, decode_shapes
 from jaxserve.engine.parameters import abstract_parameters
+from jaxserve.engine.pool_size import DEVICE_MEMORY_SHARE
 from jaxserve.engine.shardings import parameter_shardings, state_shardings
 from jaxserve.engine.state import make_state
 from jaxserve.engine.step import PlanFormat, run_step

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
@@ -12,10 +11,12 @@ from typing import Any, Literal, get_args
 import jax
 
 from jaxserve.config import CacheConfig, EngineConfig, FloatFormat, KvFormat, LogprobsMode, ModelConfig
+from jaxserve.engine.chain_drafts import DRAFT_PARAMETERS
 from jaxserve.engine.compile_cache import compile_counter, enable_compilation_cache
 from jaxserve.engine.engine import DeviceEngine
 from jaxserve.engine.loading import named_parameters, reported, stored_as
 from jaxserve.engine.parameters import place_parameters
+from jaxserve.engine.pool_size import resolve_pages
 from jaxserve.engine.programs import compile_programs
 from jaxserve.engine.state import MAX_EOS_IDS
 from jaxserve.model.cache import page_layouts
@@ -26,7 +27,6 @@ from jaxserve.speculation import DEFAULT_MAX_DRAFTS, read_speculative
 from jaxserve.weights import AnyCheckpoint, Checkpoint, cache_home
 from pallas_kernels import native
 from pallas_kernels.dispatch import Target, default_target
-from pallas_kernels.page_layout import PageLayout
 from pallas_kernels.ragged_paged_attention import reads_pages_natively
 
 LOGGER = logging.getLogger(__name__)
@@ -34,8 +34,6 @@ LOGGER = logging.getLogger(__name__)
 Progress = Callable[[str, int, int], None]
 """Called, from either of two threads, with "load" or "compile", what is done so far, and the total."""
 
-CPU_KV_MEMORY = 2**30
-DEVICE_MEMORY_SHARE = 0.9
 SHAPE_INVARIANT_ROWS = 4
 """Fewest of a step in the shape-invariant mode, unless products are exact: XLA on CPU multiplies a single row
 with another kernel, in another order, than two or more."""
@@ -86,7 +84,10 @@ class EngineOptions:
     compiled twice."""
     speculative: str | None = None
     """What drafts answers, for a step to verify several tokens at once; answers are the same. "ngram": their
-    own text; "skip:N": the model's first N layers; None drafts nothing."""
+    own text; "skip:N": the model's first N layers; "draft:MODEL": a second model, as any is named, with the
+    same vocabulary; None drafts nothing."""
+    draft_quantize: str | None = None
+    """Recipe of the weights of a draft model; by default as `quantize`. "f32" or "bf16" leaves them alone."""
     max_drafts: int = DEFAULT_MAX_DRAFTS
     """Most drafts of an answer in a step."""
 
@@ -107,8 +108,9 @@ class EngineOptions:
         for name, known in _CHOICES.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} {getattr(self, name)!r} is not one of {', '.join(map(str, known))}")
-        if self.quantize is not None:
-            recipe_named(self.quantize)
+        for recipe in (self.quantize, self.draft_quantize):
+            if recipe is not None:
+                recipe_named(recipe)
 
 
 def engine_options(settings: Mapping[str, Any]) -> EngineOptions:
@@ -124,18 +126,26 @@ def build_engine(
     checkpoint: AnyCheckpoint,
     options: EngineOptions,
     *,
+    draft: AnyCheckpoint | None = None,
     params: Params | None = None,
     on_progress: Progress = lambda stage, done, total: None,
 ) -> DeviceEngine:
-    """Load a model and compile its steps. `params` are its parameters if `load_parameters` has read them.
+    """Load a model and compile its steps.
+
+    Args:
+        checkpoint: the model.
+        options: how it runs.
+        draft: the model that drafts, where the options say that one does.
+        params: the model's parameters if `load_parameters` has read them.
+        on_progress: hears how far it is.
 
     Raises ValueError, naming the value and the limit, for options that the model or the machine cannot meet.
     """
-    config = configure(checkpoint, options)
+    config = configure(checkpoint, options, draft)
     layer_loop = layer_loop_for(jax.default_backend())
     # Programs are compiled from shapes alone, so the weights are read meanwhile.
     with ThreadPoolExecutor(1, "jaxserve-load") as pool:
-        loaded = pool.submit(lambda: params or load_parameters(checkpoint, config, on_progress))
+        loaded = pool.submit(_load_all, checkpoint, draft, config, params, on_progress)
         programs = compile_programs(
             config,
             layer_loop,
@@ -143,6 +153,20 @@ def build_engine(
             on_progress=lambda done, total: on_progress("compile", done, total),
         )
         return DeviceEngine(config, loaded.result(), programs)
+
+
+def _load_all(
+    checkpoint: AnyCheckpoint,
+    draft: AnyCheckpoint | None,
+    config: EngineConfig,
+    params: Params | None,
+    on_progress: Progress,
+) -> Params:
+    """The parameters, a draft model's among them."""
+    params = params or load_parameters(checkpoint, config, on_progress)
+    if draft is None or config.draft is None:
+        return params
+    return {**params, DRAFT_PARAMETERS: load_parameters(draft, config.draft)}
 
 
 def local_target() -> Target:
@@ -156,28 +180,57 @@ def local_target() -> Target:
     return replace(target, native=failure is None)
 
 
-def configure(checkpoint: AnyCheckpoint, options: EngineOptions) -> EngineConfig:
+def configure(
+    checkpoint: AnyCheckpoint, options: EngineOptions, draft: AnyCheckpoint | None = None
+) -> EngineConfig:
     """What an engine of these options compiles against, on this machine; its compilation cache is ready then.
+
+    `draft` is the model that drafts, where the options say that one does.
 
     Raises ValueError, naming the value and the limit, for options that the model or the machine cannot meet.
     """
     enable_compilation_cache(cache_home() / "compiled")
     compile_counter()
     options = _with_recipe(options, checkpoint)
-    return stored_as(resolve_here(checkpoint.config, options), checkpoint, options.quantize)
+    if draft is None:
+        return stored_as(resolve_here(checkpoint.config, options), checkpoint, options.quantize)
+    config = resolve_here(checkpoint.config, options, draft.config)
+    assert config.draft is not None, "it has been given one"
+    config = replace(config, draft=_drafting_config(config.draft, draft, options))
+    return stored_as(config, checkpoint, options.quantize)
 
 
-def resolve_here(model: ModelConfig, options: EngineOptions) -> EngineConfig:
-    """Every size that an engine on this machine compiles against, and its numerics.
+def _drafting_config(config: EngineConfig, draft: AnyCheckpoint, options: EngineOptions) -> EngineConfig:
+    """The config of a draft model, with the formats of its own weights.
+
+    Without `draft_quantize` it is quantised as the model is, unless it has been already.
+    """
+    own = replace(options, quantize=options.draft_quantize)
+    if options.draft_quantize is None and (isinstance(draft, Checkpoint) or draft.recipe is None):
+        own = options
+    own = _with_recipe(own, draft)
+    dtype = resolve_dtype(own, jax.default_backend())
+    return stored_as(replace(config, recipe=_resolve_recipe(own), compute_format=dtype), draft, own.quantize)
+
+
+def resolve_here(
+    model: ModelConfig, options: EngineOptions, draft: ModelConfig | None = None
+) -> EngineConfig:
+    """Every size that an engine on this machine compiles against, and its numerics; `draft` as of
+    `resolve_config`.
 
     Raises ValueError, naming the value and the limit, for options that the model or the machine cannot meet.
     """
     platform = jax.default_backend()
-    dtype, max_model_len = resolve_dtype(options, platform), _resolve_max_model_len(options, model)
-    config = resolve_config(model, options, platform, dtype, max_model_len)
+    wants_draft = bool(options.speculative and read_speculative(options.speculative).model)
+    if wants_draft != (draft is not None):
+        need = "needs the draft model opened too" if wants_draft else "has no use for a draft model"
+        raise ValueError(f"speculative {options.speculative!r} {need}")
+    dtype, max_model_len = resolve_dtype(options, platform), _resolve_max_model_len(options, model, draft)
+    config = resolve_config(model, options, platform, dtype, max_model_len, draft)
     if options.deterministic is None and _is_invariant_for_nothing(config):
         wanted = replace(options, deterministic=True)
-        return resolve_config(model, wanted, platform, dtype, max_model_len)
+        return resolve_config(model, wanted, platform, dtype, max_model_len, draft)
     return config
 
 
@@ -200,9 +253,15 @@ def load_parameters(
 
 
 def resolve_config(
-    model: ModelConfig, options: EngineOptions, platform: str, dtype: FloatFormat, max_model_len: int
+    model: ModelConfig,
+    options: EngineOptions,
+    platform: str,
+    dtype: FloatFormat,
+    max_model_len: int,
+    draft: ModelConfig | None = None,
 ) -> EngineConfig:
-    """Every size that the engine compiles against."""
+    """Every size that the engine compiles against. `draft` is the model that drafts, if one does; whatever
+    is its own, beside its pools, is as for `model` still."""
     if len(model.eos_token_ids) > MAX_EOS_IDS:
         raise ValueError(f"{len(model.eos_token_ids)} end-of-sequence ids; the limit is {MAX_EOS_IDS}")
     on_cpu = platform == "cpu"
@@ -212,10 +271,19 @@ def resolve_config(
     max_chunk = options.max_chunk or sizes.max_chunk
     kv_format: KvFormat = dtype if options.kv_format == "auto" else options.kv_format
     fewest = _fewest_rows(model, options)
-    num_pages = _resolve_pages(
-        model, options, platform, kv_format, page_size, num_slots, max_model_len, max_chunk + num_slots
+    num_pages = resolve_pages(
+        model,
+        platform,
+        kv_format=kv_format,
+        page_size=page_size,
+        num_slots=num_slots,
+        max_model_len=max_model_len,
+        step_rows=max_chunk + num_slots,
+        num_pages=options.num_pages,
+        kv_memory=options.kv_memory,
+        draft=draft,
     )
-    return EngineConfig(
+    config = EngineConfig(
         model=model,
         cache=CacheConfig(page_size=page_size, num_pages=num_pages, kv_format=kv_format),
         max_model_len=max_model_len,
@@ -233,6 +301,7 @@ def resolve_config(
         draft_layers=_resolve_draft_layers(options, model),
         moves_pages=options.host_kv_memory is not None,
     )
+    return config if draft is None else config.drafted_by(draft)
 
 
 def _fewest_rows(model: ModelConfig, options: EngineOptions) -> int:
@@ -261,7 +330,7 @@ def _chunk_rows(options: EngineOptions, fewest: int, num_slots: int, max_chunk: 
 
 def _resolve_draft_layers(options: EngineOptions, model: ModelConfig) -> int:
     """Layers that draft in the engine. Raises ValueError for more than all but the last."""
-    num_layers = read_speculative(options.speculative) if options.speculative else 0
+    num_layers = read_speculative(options.speculative).num_layers if options.speculative else 0
     if num_layers >= model.num_layers:
         raise ValueError(
             f"speculative {options.speculative!r}: the model has {model.num_layers} layers, of which 1 to "
@@ -314,49 +383,10 @@ def _resolve_recipe(options: EngineOptions) -> str | None:
     return options.quantize if options.quantize and recipe_named(options.quantize).rules else None
 
 
-def _resolve_max_model_len(options: EngineOptions, model: ModelConfig) -> int:
-    length = options.max_model_len or model.max_position
-    if not 2 <= length <= model.max_position:
-        raise ValueError(f"max_model_len {length} is out of range: the model takes 2 to {model.max_position}")
+def _resolve_max_model_len(options: EngineOptions, model: ModelConfig, draft: ModelConfig | None) -> int:
+    longest = model.max_position if draft is None else min(model.max_position, draft.max_position)
+    length = options.max_model_len or longest
+    if not 2 <= length <= longest:
+        which = "the model takes" if longest == model.max_position else "the draft model takes"
+        raise ValueError(f"max_model_len {length} is out of range: {which} 2 to {longest}")
     return length
-
-
-def _resolve_pages(
-    model: ModelConfig,
-    options: EngineOptions,
-    platform: str,
-    kv_format: KvFormat,
-    page_size: int,
-    num_slots: int,
-    max_model_len: int,
-    step_rows: int,
-) -> tuple[int, ...]:
-    """Pages of each group: what all slots could ever hold, or in proportion what the memory allows."""
-    wanted = [
-        num_slots * -(-min(max_model_len, window + step_rows if window else max_model_len) // page_size) + 2
-        for window in model.windows
-    ]
-    if options.num_pages is not None:
-        return tuple(min(options.num_pages, most) for most in wanted)
-    layers = [sum(kind.window == window for kind in model.layers) for window in model.windows]
-    page = PageLayout(page_size, model.num_kv_heads, model.head_size, 1, kv_format, kv_format)
-    page_bytes = [page.num_bytes(count) for count in layers]
-    budget = options.kv_memory or _default_kv_memory(platform)
-    share = min(1.0, budget / sum(pages * size for pages, size in zip(wanted, page_bytes, strict=True)))
-    num_pages = tuple(int(pages * share) for pages in wanted)
-    if min(num_pages) < 2:
-        raise ValueError(
-            f"{budget} bytes of KV memory hold {min(num_pages)} pages of {page_size} tokens "
-            "in a cache group; at least 2 are needed"
-        )
-    return num_pages
-
-
-def _default_kv_memory(platform: str) -> int:
-    if platform == "cpu":
-        physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return min(CPU_KV_MEMORY, physical // 4)
-    stats = jax.devices()[0].memory_stats()
-    if not stats or "bytes_limit" not in stats:
-        raise ValueError(f"the {platform} device does not tell its memory: give kv_memory")
-    return int(DEVICE_MEMORY_SHARE * (stats["bytes_limit"] - stats["bytes_in_use"]))

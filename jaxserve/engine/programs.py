@@ -10,13 +10,15 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import numpy as np
 
 from jaxserve.config import EngineConfig
+from jaxserve.engine.chain_drafts import DRAFT_PARAMETERS, read_known
 from jaxserve.engine.iterations import run_iterations
-from jaxserve.engine.ladder import chunk_shapes, decode_shapes
+from jaxserve.engine.ladder import chunk_shapes, decode_shapes, read_widths
 from jaxserve.engine.page_moves import PageProgram, compile_page_programs
 from jaxserve.engine.parameters import abstract_parameters
 from jaxserve.engine.slots import (
@@ -28,6 +30,7 @@ from jaxserve.engine.slots import (
     pack_copies,
     pack_load,
     pack_masks,
+    pack_reads,
 )
 from jaxserve.engine.state import DeviceState, make_state, mask_words
 from jaxserve.engine.step import PlanFormat, run_step
@@ -70,6 +73,9 @@ class Programs:
     """Decode shapes for several iterations, if the engine is made for them."""
     pages: tuple[PageProgram, ...] = ()
     """For each cache group what moves its pages, if the engine is made for that."""
+    reads: Mapping[int, Callable[..., DeviceState]] = field(default_factory=dict[int, Any])
+    """By the most tokens what has a draft model read known ones: of its parameters, the state, which is
+    donated, and what `pack_reads` returns. Empty without one."""
     kernels: Mapping[str, str] = field(default_factory=dict[str, str])
     """By operation the implementations that the steps were compiled with."""
 
@@ -92,7 +98,7 @@ def compile_programs(
     started = time.monotonic()
     layouts = page_layouts(config, jax.default_backend())
     transformer = Transformer(config, layouts, layer_loop, target=target or default_target())
-    params = abstract_parameters(config.model, config.compute_format, layer_loop, recipe_in_force(config))
+    params = _abstract_parameters(config, layer_loop)
     state = jax.eval_shape(functools.partial(make_state, config, layouts))
     shapes = decode_shapes(config) + chunk_shapes(config)
     repeated = decode_shapes(config) if config.max_iterations > 1 else ()
@@ -119,8 +125,32 @@ def compile_programs(
         for shape in repeated:
             iterated[shape] = compile_step(shape, config.max_iterations)
             on_progress(1 + len(steps) + len(iterated), total)
+        reads = _compile_reads(transformer, params, state)
     logger.info("compiled or read %d steps in %.1f s", total - 1, time.monotonic() - started)
-    return Programs(slots, steps, iterated, pages, kernels)
+    return Programs(slots, steps, iterated, pages, reads, kernels)
+
+
+def _abstract_parameters(config: EngineConfig, layer_loop: LayerLoop) -> dict[str, Any]:
+    """The shapes of all parameters, a draft model's included."""
+    params = abstract_parameters(config.model, config.compute_format, layer_loop, recipe_in_force(config))
+    if config.draft is not None:
+        params[DRAFT_PARAMETERS] = _abstract_parameters(config.draft, layer_loop)
+    return params
+
+
+def _compile_reads(
+    transformer: Transformer, params: dict[str, Any], state: DeviceState
+) -> dict[int, Callable[..., DeviceState]]:
+    config = transformer.config
+    if config.draft is None:
+        return {}
+    nothing = pack_reads(None, config)
+    return {
+        num_rows: jax.jit(functools.partial(read_known, transformer, num_rows), donate_argnums=1)
+        .lower(params[DRAFT_PARAMETERS], state, nothing)
+        .compile()
+        for num_rows in read_widths(config)
+    }
 
 
 def _compile_slot_programs(config: EngineConfig, state: DeviceState) -> SlotPrograms:
