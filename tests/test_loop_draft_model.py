@@ -97,3 +97,13 @@ def test_long_prompts_are_worth_reading_where_drafts_are_good() -> None:
     assert all(output.drafts.num_accepted > 100 for output in outputs)
     assert engine.now < 0.5 * 4 * 200
     assert standing.seconds_saved > 0
+
+
+def test_a_page_that_somebody_else_gets_has_not_been_read() -> None:
+    """The engine complains of any guess that is made without having read all before it."""
+    limits = make_limits(num_slots=1, num_pages=(16,), max_drafts=4, max_model_len=60)
+    engine = FakeDraftingEngine(limits, num_reads=64)
+    loop = loop_of(engine)
+    for number in range(3):
+        answer(loop, [number + 3, *PROMPT[:30]], 20, seed=number)
+    assert engine.num_read == 3 * 31
