@@ -17,6 +17,7 @@ from typing import Any
 import jax
 
 LOGGER = logging.getLogger(__name__)
+_CAPABILITIES = {"H100": "9.0", "H200": "9.0"}
 _chosen: ContextVar[dict[str, str] | None] = ContextVar("chosen", default=None)
 
 
@@ -32,6 +33,8 @@ class Target:
     """Whether the kernels of `pallas_kernels.native` are loaded, for programs of this process on CPU."""
     num_cores: int = 1
     """Cores that share one program of one device (two on TPU v4 and v5p)."""
+    capability: str = ""
+    """An NVIDIA GPU's compute capability, "9.0" say; empty where jax does not tell."""
     overrides: tuple[tuple[str, str], ...] = ()
     """(operation, implementation): taken whatever the platform; a kernel for another one is interpreted."""
 
@@ -39,7 +42,15 @@ class Target:
     def of(cls, device: Any) -> Target:
         """That of a jax device, present or only described."""
         platform = "gpu" if device.platform in ("cuda", "rocm") else device.platform
-        return cls(platform, device.device_kind, num_cores=getattr(device, "num_cores", None) or 1)
+        kind = device.device_kind
+        # A device that is only described has no capability.
+        described = next((value for name, value in _CAPABILITIES.items() if name in kind), "")
+        return cls(
+            platform,
+            kind,
+            num_cores=getattr(device, "num_cores", None) or 1,
+            capability=getattr(device, "compute_capability", None) or described,
+        )
 
 
 @dataclass(frozen=True)

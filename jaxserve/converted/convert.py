@@ -11,7 +11,7 @@ from pathlib import Path
 
 from jaxserve.config import FloatFormat
 from jaxserve.converted.parameters import GROUP_BYTES, save_parameters
-from jaxserve.engine.loading import log_conversion, read_parameters, reported
+from jaxserve.engine.loading import keeps_stored, log_conversion, read_parameters, refuse_stored, reported
 from jaxserve.quantization import Recipe
 from jaxserve.weights import AnyCheckpoint, Checkpoint
 from jaxserve.weights.converted import GGUF_METADATA
@@ -46,7 +46,7 @@ def convert(
     Args:
         checkpoint: the source.
         out: the folder; must not exist.
-        recipe: quantises the parameters; None keeps them as they are, quantised or not.
+        recipe: quantises the parameters; None, or "stored", keeps them as an engine here would.
         compute_format: of what is not quantised; by default bfloat16 if the source is, else float32.
         on_progress: called with the number of parameters written so far, and of all.
         group_bytes: of parameters held in memory at a time.
@@ -60,7 +60,10 @@ def convert(
         raise ValueError(f"{out} exists; name a folder that does not")
     stored = _stored_format(checkpoint, recipe, compute_format)
     source = checkpoint.stored
-    own = source.recipe if source and recipe is None else None
+    asked = recipe.name if recipe else None
+    if source is None:
+        refuse_stored(checkpoint, asked)
+    own = source.recipe if source and keeps_stored(source, asked) else None
     recipe = own or (recipe if recipe and recipe.rules else None)
     out.parent.mkdir(parents=True, exist_ok=True)
     # Under a name that nobody looks for until all of it is there.

@@ -28,7 +28,7 @@ from jaxserve.engine.step import PlanFormat, run_step
 from jaxserve.model.cache import page_layouts
 from jaxserve.model.transformer import Transformer
 from jaxserve.plan import StepPlan, StepShape
-from jaxserve.quantization import recipe_named
+from jaxserve.quantization import STORED, recipe_named
 from pallas_kernels.dispatch import Target
 
 
@@ -127,8 +127,11 @@ def prepare_ahead(
         memory_bytes: of each device.
         decode_rows, chunk_rows: the ladder.
 
-    Raises ValueError where the mesh does not divide the model, or the weights do not fit.
+    Raises ValueError where the mesh does not divide the model, where the weights do not fit, and for weights
+    as they are stored, which are not read.
     """
+    if options.quantize == STORED:
+        raise ValueError(f"quantize {STORED!r}: a config alone does not say how weights are stored")
     dtype = resolve_dtype(options, platform)
     recipe = recipe_named(options.quantize) if options.quantize else None
     params = abstract_parameters(model, dtype, layer_loop_for(platform), recipe)

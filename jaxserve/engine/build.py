@@ -21,7 +21,7 @@ from jaxserve.engine.programs import compile_programs
 from jaxserve.engine.state import MAX_EOS_IDS
 from jaxserve.model.cache import page_layouts
 from jaxserve.model.transformer import LayerLoop, Params
-from jaxserve.quantization import recipe_named, recipe_of_label
+from jaxserve.quantization import STORED, recipe_named, recipe_of_label
 from jaxserve.sizes import DRAFT_ROWS, default_sizes, ladder, lowest_chunk
 from jaxserve.speculation import DEFAULT_MAX_DRAFTS, read_speculative
 from jaxserve.weights import AnyCheckpoint, Checkpoint, cache_home
@@ -58,7 +58,8 @@ class EngineOptions:
     """Of weights and activations; float32 on CPU, bfloat16 elsewhere."""
     quantize: str | None = None
     """Recipe of the weights, see `jaxserve.quantization.recipe_named`; None keeps them in `dtype`, or as the
-    checkpoint stores them if it is quantised already. "f32" or "bf16" widens such weights."""
+    checkpoint stores them if it is quantised already. "f32" or "bf16" widens such weights; blocks of GGUF are
+    widened to `dtype` on CPU, where it is quicker, unless "stored" keeps them."""
     kv_format: Literal["auto", "float32", "bfloat16", "int8", "float8_e4m3fn"] = "auto"
     """Of the KV pool; by default as `dtype`."""
     page_size: int | None = None
@@ -369,13 +370,13 @@ def _with_recipe(options: EngineOptions, checkpoint: AnyCheckpoint) -> EngineOpt
     if isinstance(checkpoint, Checkpoint) or checkpoint.recipe is None:
         return options
     name = recipe_of_label(checkpoint.recipe, checkpoint.stored_formats).name
-    if options.quantize not in (None, name):
+    if options.quantize not in (None, STORED, name):
         raise ValueError(
             f"quantize {options.quantize!r}, but {checkpoint.path} has been quantised as {name!r}; "
             "name the model that it was made from"
         )
     # A recipe that came with the source is none that could be asked for.
-    return options if checkpoint.stored_formats else replace(options, quantize=name)
+    return replace(options, quantize=None if checkpoint.stored_formats else name)
 
 
 def _resolve_recipe(options: EngineOptions) -> str | None:

@@ -12,7 +12,7 @@ import jax
 from jaxserve.config import EngineConfig, FloatFormat, ModelConfig
 from jaxserve.engine.parameters import Named, as_weights, quantised
 from jaxserve.model.parameters import model_parameters
-from jaxserve.quantization import Recipe, recipe_in_force
+from jaxserve.quantization import STORED, Recipe, recipe_in_force
 from jaxserve.weights import AnyCheckpoint, Checkpoint, ConvertedCheckpoint, StoredWeights
 
 logger = logging.getLogger(__name__)
@@ -21,10 +21,14 @@ logger = logging.getLogger(__name__)
 def stored_as(config: EngineConfig, checkpoint: AnyCheckpoint, quantize: str | None) -> EngineConfig:
     """An engine's config with what follows from weights that are quantised already.
 
-    They keep the formats that they are stored in, unless the user names a recipe, `quantize`.
+    They keep the formats that they are stored in where `keeps_stored` says so.
+
+    Raises ValueError where the user asks to keep the formats of weights that are not quantised.
     """
     if not isinstance(checkpoint, Checkpoint):
         if not checkpoint.stored_formats:
+            if checkpoint.recipe is None:
+                refuse_stored(checkpoint, quantize)
             return replace(config, converted_from=checkpoint.converted_from)
         return replace(
             config,
@@ -34,8 +38,9 @@ def stored_as(config: EngineConfig, checkpoint: AnyCheckpoint, quantize: str | N
         )
     stored = checkpoint.stored
     if stored is None:
+        refuse_stored(checkpoint, quantize)
         return config
-    if stored.recipe is None or quantize is not None:
+    if stored.recipe is None or not keeps_stored(stored, quantize):
         return replace(config, converted_from=stored.label)
     return replace(
         config,
@@ -43,6 +48,22 @@ def stored_as(config: EngineConfig, checkpoint: AnyCheckpoint, quantize: str | N
         stored_formats=stored.recipe.rules,
         num_widened=len(stored.widened),
     )
+
+
+def keeps_stored(stored: StoredWeights, quantize: str | None) -> bool:
+    """Whether weights stay in the formats that they are stored in, for the recipe that the user names.
+
+    Without one they do, except for blocks of GGUF on a CPU: see `StoredWeights.is_gguf`.
+    """
+    if quantize is None:
+        return not stored.is_gguf or jax.default_backend() != "cpu"
+    return quantize == STORED
+
+
+def refuse_stored(checkpoint: AnyCheckpoint, quantize: str | None) -> None:
+    """Raises ValueError where the formats of weights that have none are to be kept."""
+    if quantize == STORED:
+        raise ValueError(f"quantize {STORED!r}, but the weights of {checkpoint.path} are not quantised")
 
 
 def named_parameters(checkpoint: AnyCheckpoint, config: EngineConfig) -> Named:
@@ -88,8 +109,8 @@ def log_conversion(stored: StoredWeights, recipe: Recipe | None, compute_format:
     elif recipe is None and stored.recipe:
         logger.info("%s weights are converted to %s", stored.label, compute_format)
     elif widened := stored.describe_widened(compute_format):
-        # What was asked for is no surprise, nor is GGUF, of which nothing is kept as it is.
-        logger.log(logging.INFO if stored.name.startswith("gguf") else logging.WARNING, "%s", widened)
+        # What was asked for is no surprise, nor is a GGUF file of which nothing can be kept.
+        logger.log(logging.INFO if stored.is_gguf and recipe is None else logging.WARNING, "%s", widened)
     for note in stored.notes:
         logger.info("%s: %s", stored.label, note)
 

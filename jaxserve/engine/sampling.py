@@ -270,7 +270,10 @@ def _report(scored_RV: jax.Array, token_R: jax.Array, max_logprobs: int) -> Samp
 
 def _argmax(logits_RV: jax.Array) -> jax.Array:
     """The largest of each row, the lowest id among equals."""
-    return jnp.argmax(logits_RV, axis=-1).astype(jnp.int32)
+    # In two passes: XLA on CPU compares one number at a time where value and place are reduced together.
+    largest_R1 = jnp.max(logits_RV, axis=-1, keepdims=True)
+    id_V = jnp.arange(logits_RV.shape[1], dtype=jnp.int32)
+    return jnp.min(jnp.where(logits_RV >= largest_R1, id_V[None], logits_RV.shape[1] - 1), axis=-1)
 
 
 def _ordered_bits(x: jax.Array) -> jax.Array:

@@ -53,7 +53,7 @@ def linear(x: jax.Array, weight: Weight, bias: jax.Array | None = None) -> jax.A
 def product(x: jax.Array, weight: Weight) -> jax.Array:
     """The same in float32. The axes stay apart, since a weight may be sharded along any of them."""
     if isinstance(weight, QuantisedWeight):
-        return quantised_product(x, weight, contract, direct(weight.values))
+        return quantised_product(x, weight, contract, contract_integers, direct(weight.values))
     return contract(x, weight)
 
 
@@ -68,16 +68,14 @@ def product_flat(
         reach: how to come by the matrix's numbers where they must be chosen while the program runs.
         target: the device, for which kernels are chosen.
     """
-    contract = functools.partial(contract_flat, target=target)
     if isinstance(weight, QuantisedWeight):
-        return quantised_product(x, weight, contract, reach or direct(weight.values))
-    return (reach or direct(weight))(lambda values, x: contract(x, values), x)
+        integers = functools.partial(contract_integers_flat, target=target)
+        return quantised_product(x, weight, contract_flat, integers, reach or direct(weight.values))
+    return (reach or direct(weight))(lambda values, x: contract_flat(x, values), x)
 
 
 def contract(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """`[T, *out]`: two arrays multiplied, in float32; integers, exactly, in int32."""
-    if x.dtype == jnp.int16:
-        return join_halves(contract(split_halves(x), weight))
+    """`[T, *out]`: two arrays multiplied, in float32; integers of 8 bits, exactly, in int32."""
     num_outputs = weight.ndim - x.ndim + 1
     contracted = tuple(range(1, x.ndim)), tuple(range(num_outputs, weight.ndim))
     return jax.lax.dot_general(
@@ -90,16 +88,32 @@ def contract(x: jax.Array, weight: jax.Array) -> jax.Array:
     )
 
 
-def contract_flat(x: jax.Array, weight: jax.Array, *, target: Target | None = None) -> jax.Array:
-    """The same with the axes of each factor joined to two."""
-    num_outputs = weight.ndim - x.ndim + 1
-    matrix = weight.reshape(math.prod(weight.shape[:num_outputs]), -1)
-    rows = x.reshape(x.shape[0], -1)
-    if jnp.issubdtype(x.dtype, jnp.integer):
-        out = int8_matmul(rows, matrix, target=target)
-    else:
-        out = contract(rows, matrix)
-    return out.reshape(-1, *weight.shape[:num_outputs])
+def contract_integers(x: jax.Array, weight: jax.Array, scale_T: jax.Array, scales: jax.Array) -> jax.Array:
+    """float32 `[T, *out]`: a sum of int8, or int16, rows times int8, exact, times its row's and its output's
+    scale."""
+    is_wide = x.dtype == jnp.int16
+    sums = join_halves(contract(split_halves(x), weight)) if is_wide else contract(x, weight)
+    return sums.astype(jnp.float32) * (scale_T.reshape(-1, *(1,) * scales.ndim) * scales[None])
+
+
+def contract_flat(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """As `contract`, with the axes of each factor joined to two."""
+    rows, matrix, outputs = _flat(x, weight)
+    return contract(rows, matrix).reshape(-1, *outputs)
+
+
+def contract_integers_flat(
+    x: jax.Array, weight: jax.Array, scale_T: jax.Array, scales: jax.Array, *, target: Target | None
+) -> jax.Array:
+    """As `contract_integers`, likewise."""
+    rows, matrix, outputs = _flat(x, weight)
+    return int8_matmul(rows, matrix, scale_T, scales.reshape(-1), target=target).reshape(-1, *outputs)
+
+
+def _flat(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array, tuple[int, ...]]:
+    """Rows `[T, in]`, a matrix `[out, in]`, and the axes that its outputs were."""
+    outputs = weight.shape[: weight.ndim - x.ndim + 1]
+    return x.reshape(x.shape[0], -1), weight.reshape(math.prod(outputs), -1), outputs
 
 
 def take_rows(table: Weight, row_T: jax.Array, dtype: jnp.dtype) -> jax.Array:

@@ -6,6 +6,7 @@ Recipes and formats are plain descriptions, free of jax; `weight` and `products`
 from jaxserve.quantization.formats import FORMATS, WeightFormat, format_named, weight_format
 from jaxserve.quantization.recipes import (
     RECIPES,
+    STORED,
     Recipe,
     precision_of,
     recipe_in_force,
@@ -16,6 +17,7 @@ from jaxserve.quantization.recipes import (
 __all__ = [
     "FORMATS",
     "RECIPES",
+    "STORED",
     "Recipe",
     "WeightFormat",
     "format_named",

@@ -10,12 +10,14 @@ from typing import Literal
 GROUP_SIZES = (32, 64, 128)
 
 Storage = Literal["int8", "float8_e4m3fn", "uint4x2"]
-ScaleType = Literal["float32", "bfloat16"]
+ScaleType = Literal["float32", "bfloat16", "float16"]
+_SUFFIXES: Mapping[ScaleType, str] = {"float32": "-f32", "bfloat16": "", "float16": "-f16"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightFormat:
-    """The static half of a quantised matrix: a number is `(value - zero) * scale`."""
+    """The static half of a quantised matrix: a number is `(value - zero) * scale`, or `value * scale + zero`
+    where zeros are minima."""
 
     name: str
     storage: Storage
@@ -25,6 +27,8 @@ class WeightFormat:
     Where it does not divide a matrix's inputs, the largest size below it that does."""
     zeros: bool = False
     """Whether each group has a zero of its own; otherwise the range is symmetric."""
+    minima: bool = False
+    """Whether that zero is the group's smallest number, a float of the scales' type, instead of a value."""
     row_bits: Literal[0, 8, 12] = 0
     """To how many bits the other factor is rounded, each row with a scale of its own, for the products to be
     summed as integers; 0 for not: then the matrix is widened to the other factor's type. The few large
@@ -40,11 +44,14 @@ class WeightFormat:
     @property
     def scale_bytes(self) -> int:
         """Of one scale."""
-        return 2 if self.scale_type == "bfloat16" else 4
+        return 4 if self.scale_type == "float32" else 2
 
     @property
-    def zero_type(self) -> Literal["int8", "uint8"]:
-        """Of the zeros: as values are counted, from 0 up for four bits, around 0 for eight."""
+    def zero_type(self) -> Literal["int8", "uint8"] | ScaleType:
+        """Of the zeros: as values are counted, from 0 up for four bits, around 0 for eight; of minima, as the
+        scales."""
+        if self.minima:
+            return self.scale_type
         return "uint8" if self.bits == 4 else "int8"
 
     def group_size(self, num_inputs: int) -> int:
@@ -56,7 +63,8 @@ class WeightFormat:
     def num_bytes(self, num_outputs: int, num_inputs: int) -> int:
         """Of a matrix, scales and zeros included."""
         num_groups = num_outputs * num_inputs // self.group_size(num_inputs)
-        per_group = self.scale_bytes + (1 if self.zeros else 0)
+        zero_bytes = self.scale_bytes if self.minima else 1
+        per_group = self.scale_bytes + (zero_bytes if self.zeros else 0)
         return num_outputs * num_inputs * self.bits // 8 + num_groups * per_group
 
 
@@ -68,11 +76,19 @@ _STORAGE: Mapping[str, Storage] = {
     "int4": "uint4x2",
 }
 _ROW_BITS: Mapping[str, Literal[8, 12]] = {"int8": 12, "w8a8": 8}
-_NAME = re.compile(r"(?P<base>int8-weight-only|int8|w8a8|fp8|int4)(-(?P<group>[1-9]\d*))?(-zeros)?(-f32)?")
+_NAME = re.compile(
+    r"(?P<base>int8-weight-only|int8|w8a8|fp8|int4)(-(?P<group>[1-9]\d*))?"
+    r"(?P<zeros>-zeros|-minima)?(?P<scales>-f32|-f16)?"
+)
 
 
 def weight_format(
-    base: str, *, group: int = 0, zeros: bool = False, scale_type: ScaleType = "float32"
+    base: str,
+    *,
+    group: int = 0,
+    zeros: bool = False,
+    minima: bool = False,
+    scale_type: ScaleType = "float32",
 ) -> WeightFormat:
     """The format with a kind of values, a group size, zeros and a type of scales, under its own name.
 
@@ -81,13 +97,16 @@ def weight_format(
             int4.
         group: inputs that share a scale; 0 for channels.
         zeros: whether each group has a zero.
+        minima: whether it has one that is its smallest number.
         scale_type: of groups' scales; those of channels are few, and float32.
 
     Raises ValueError for int8 with groups or zeros, and for fp8 with zeros: no product is made of them.
     """
     scale_type = scale_type if group else "float32"
-    suffix = f"{f'-{group}' if group else ''}{'-zeros' if zeros else ''}"
-    name = base + suffix + ("-f32" if group and scale_type == "float32" else "")
+    zeros = zeros or minima
+    of_zeros = "-minima" if minima else "-zeros" if zeros else ""
+    suffix = f"{f'-{group}' if group else ''}{of_zeros}"
+    name = base + suffix + (_SUFFIXES[scale_type] if group else "")
     row_bits = _ROW_BITS.get(base) or 0
     if suffix and row_bits:
         raise ValueError(f"weight format {name!r}: rows of integers need one scale a channel, and no zeros")
@@ -98,6 +117,7 @@ def weight_format(
         storage=_STORAGE[base],
         group=group,
         zeros=zeros,
+        minima=minima,
         row_bits=row_bits,
         scale_type=scale_type,
     )
@@ -131,6 +151,7 @@ def format_named(name: str) -> WeightFormat:
     return weight_format(
         match["base"],
         group=int(match["group"] or 0),
-        zeros="-zeros" in name,
-        scale_type="float32" if name.endswith("-f32") else "bfloat16",
+        zeros=match["zeros"] is not None,
+        minima=match["zeros"] == "-minima",
+        scale_type=next(kind for kind, suffix in _SUFFIXES.items() if suffix == (match["scales"] or "")),
     )

@@ -12,7 +12,10 @@ import jax.numpy as jnp
 from jaxserve.quantization.weight import SMALLEST_SCALE, QuantisedWeight, dequantise
 
 Contract = Callable[[jax.Array, jax.Array], jax.Array]
-"""x `[T, *in]` and a matrix `[*out, *in]` of one type to `[T, *out]`, in float32 or of integers in int32."""
+"""x `[T, *in]` and a matrix `[*out, *in]` of one type to `[T, *out]`, in float32."""
+
+ContractIntegers = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+"""The same of integers and float32 scales `[T]` and `[*out]`: a sum, exact, times the product of the two."""
 
 Reach = Callable[..., jax.Array]
 """`reach(f, *operands)` is `f(values, *operands)`, wherever a matrix's values lie."""
@@ -27,20 +30,29 @@ def direct(values: jax.Array) -> Reach:
     return reach
 
 
-def quantised_product(x: jax.Array, weight: QuantisedWeight, contract: Contract, reach: Reach) -> jax.Array:
+def quantised_product(
+    x: jax.Array,
+    weight: QuantisedWeight,
+    contract: Contract,
+    contract_integers: ContractIntegers,
+    reach: Reach,
+) -> jax.Array:
     """Float32 `[T, *out]`: x `[T, *in]` times a quantised `[*out, *in]`.
 
     Args:
         x: the rows, floating point.
         weight: of one layer; its values are reached by `reach` alone.
-        contract: the product of two arrays.
+        contract, contract_integers: the product of two arrays.
         reach: `direct(weight.values)`, or what chooses them while the program runs.
     """
     if weight.format.row_bits:
         rows, scale_T = quantise_rows(x, weight.format.row_bits)
-        sums = reach(lambda values, rows: contract(rows, values), rows)
-        scale_T = scale_T.reshape(-1, *(1,) * (sums.ndim - 1))
-        return sums.astype(jnp.float32) * (scale_T * weight.scales[None])
+        return reach(
+            lambda values, rows, *scales: contract_integers(rows, values, *scales),
+            rows,
+            scale_T,
+            weight.scales,
+        )
     if weight.format.group or weight.format.zeros or weight.format.bits == 4:
 
         def multiply(

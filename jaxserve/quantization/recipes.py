@@ -9,6 +9,9 @@ from fnmatch import fnmatchcase
 from jaxserve.config import EngineConfig, FloatFormat
 from jaxserve.quantization.formats import FORMATS, WeightFormat, format_named
 
+STORED = "stored"
+"""The recipe that keeps weights in the formats that their checkpoint has, which brings the rules."""
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -65,6 +68,7 @@ _RECIPES = (
     Recipe("int8-weight-only", 1, (("*", "int8-weight-only"),)),
     Recipe("fp8", 2, _everywhere("fp8")),
     Recipe("int4", 1, _everywhere("int4-32")),
+    Recipe(STORED, 1),
 )
 
 RECIPES: Mapping[str, Recipe] = {recipe.name: recipe for recipe in _RECIPES}

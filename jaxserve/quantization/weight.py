@@ -22,7 +22,7 @@ SMALLEST_SCALE = 1e-30
 
 @flax.struct.dataclass
 class QuantisedWeight:
-    """A matrix `[*out, *in]`, each number `(value - zero) * scale`.
+    """A matrix `[*out, *in]`, each number `(value - zero) * scale`, or with minima `value * scale + zero`.
 
     In the parameter tree of a model the leaves may have leading axes (layers, experts), and `values` may be
     a tuple of arrays, one for each layer, beside stacked scales.
@@ -87,11 +87,15 @@ def dequantise(weight: QuantisedWeight) -> jax.Array:
     packed = weight.format.storage == "uint4x2"
     values = unpack_nibbles(weight.values) if packed else weight.values
     grouped = values.reshape(*weight.scales.shape, -1)
+    scales = weight.scales[..., None].astype(jnp.float32)
+    if weight.format.minima:
+        # A product of so few bits is exact: fused with the sum or not, it is rounded once.
+        minima = weight.zeros[..., None].astype(jnp.float32)
+        return (grouped.astype(jnp.float32) * scales + minima).reshape(values.shape)
     if weight.zeros is not None:
         grouped = grouped.astype(jnp.int32) - weight.zeros[..., None].astype(jnp.int32)
     elif packed:
         grouped = grouped - (INT4_MAX + 1)
-    scales = weight.scales[..., None].astype(jnp.float32)
     return (grouped.astype(jnp.float32) * scales).reshape(values.shape)
 
 

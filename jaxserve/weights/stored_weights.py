@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxserve.config import ModelConfig
@@ -11,8 +11,8 @@ from jaxserve.model.parameters import layer_parameters, model_parameters
 from jaxserve.quantization import Recipe, WeightFormat
 from jaxserve.weights.quantised import QuantisedModules
 from jaxserve.weights.quantised.modules import StoredModule
-from jaxserve.weights.quantised.parameter import Source, exact_format
-from jaxserve.weights.tensors import QUANTISED_ENCODINGS, StoredTensor
+from jaxserve.weights.quantised.parameter import Source, exact_format, is_quantised
+from jaxserve.weights.tensors import StoredTensor
 
 VERSION = 1
 """Raised whenever the same checkpoint would give other numbers than before."""
@@ -32,11 +32,14 @@ class StoredWeights:
     """The other quantised parameters, which are widened to floats, and why."""
     notes: tuple[str, ...] = ()
     """What else is not as the checkpoint has it, in words."""
+    is_gguf: bool = False
+    """Whether they are blocks of a GGUF file, which CPUs widen once, as they load, unless told to keep them:
+    what people run there must be quick, and XLA would widen them at each product."""
 
     @property
     def label(self) -> str:
-        """Of the recipe, or else the name."""
-        return self.recipe.label if self.recipe else self.name
+        """What another form of the weights is said to be made from: that of the recipe, or else the name."""
+        return self.recipe.label if self.recipe and not self.is_gguf else self.name
 
     def describe_widened(self, compute_format: str) -> str | None:
         """How many parameters are widened, and why, in a sentence; None where none is."""
@@ -51,43 +54,40 @@ def stored_weights(
     config: ModelConfig, sources: Mapping[str, tuple[Source, ...]], quantised: QuantisedModules | None
 ) -> StoredWeights | None:
     """What there is to say of parameters in these places; None where all are plain numbers."""
-    if quantised is None:
-        return _of_gguf(sources)
-    modules = [
-        source for entries in sources.values() for _, source in entries if isinstance(source, StoredModule)
-    ]
-    if not modules:
+    found = [source for entries in sources.values() for _, source in entries if is_quantised(source)]
+    if not found:
         return None
     formats: dict[str, WeightFormat] = {}
     widened: dict[str, str] = {}
     for name, info in model_parameters(config):
-        found = exact_format(info, sources[name])
-        if isinstance(found, WeightFormat):
-            formats[name] = found
-        elif found is not None:
-            widened[name] = found
+        format = exact_format(info, sources[name])
+        if isinstance(format, WeightFormat):
+            formats[name] = format
+        elif format is not None:
+            widened[name] = format
     for name in _uneven(config, formats):
         del formats[name]
         widened[name] = "not all layers have it in the same format"
-    labels = "+".join(sorted({module.scheme.label for module in modules}))
-    name = f"{modules[0].scheme.method}-{labels}"
+    name = _name([source for source in found if isinstance(source, StoredModule)]) or _gguf_name(found)
     recipe = Recipe(name, VERSION, _rules(config, formats)) if formats else None
-    return StoredWeights(name, formats, recipe, widened, quantised.notes)
+    notes = quantised.notes if quantised else ()
+    return StoredWeights(name, formats, recipe, widened, notes, is_gguf=quantised is None)
 
 
-def _of_gguf(sources: Mapping[str, tuple[Source, ...]]) -> StoredWeights | None:
-    """The encodings of a GGUF file, those of most numbers first."""
-    sizes: Counter[str] = Counter()
-    widened: dict[str, str] = {}
-    for name, entries in sources.items():
-        for _, source in entries:
-            if isinstance(source, StoredTensor) and source.encoding.name in QUANTISED_ENCODINGS:
-                encoding = source.encoding.name.lower()
-                sizes[encoding] += source.num_bytes
-                widened[name] = f"no product is made of {encoding} blocks"
-    if not widened:
+def _name(modules: Sequence[StoredModule]) -> str | None:
+    if not modules:
         return None
-    return StoredWeights(f"gguf {'+'.join(name for name, _ in sizes.most_common())}", {}, None, widened)
+    labels = "+".join(sorted({module.scheme.label for module in modules}))
+    return f"{modules[0].scheme.method}-{labels}"
+
+
+def _gguf_name(found: Sequence[StoredTensor | StoredModule]) -> str:
+    """The encodings of a GGUF file, those of most bytes first."""
+    sizes: Counter[str] = Counter()
+    for tensor in found:
+        if isinstance(tensor, StoredTensor):
+            sizes[tensor.encoding.name.lower()] += tensor.num_bytes
+    return f"gguf {'+'.join(name for name, _ in sizes.most_common())}"
 
 
 def _uneven(config: ModelConfig, formats: Mapping[str, WeightFormat]) -> list[str]:

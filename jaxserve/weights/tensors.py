@@ -98,6 +98,12 @@ class StoredTensor:
         self.read_into(array)
         return array
 
+    def read_raw(self) -> np.ndarray:
+        """All bytes, flat uint8, as they are stored."""
+        with FileIO(self.file) as file:
+            file.seek(self.offset)
+            return self._read_bytes(file, self.num_bytes)
+
     def read_into(self, view: np.ndarray) -> None:
         """Reads all elements, in stored order, into a view of as many; it may be strided, of any type.
 
@@ -118,7 +124,12 @@ class StoredTensor:
             self._read_slabs(file, piece[0] if len(piece) == 1 else piece)
 
     def _read_elements(self, file: FileIO, count: int) -> np.ndarray:
-        raw = np.empty(count // self.encoding.block_size * self.encoding.block_bytes, np.uint8)
+        return self.encoding.decode(
+            self._read_bytes(file, count // self.encoding.block_size * self.encoding.block_bytes)
+        )
+
+    def _read_bytes(self, file: FileIO, count: int) -> np.ndarray:
+        raw = np.empty(count, np.uint8)
         filled = 0
         while filled < raw.size:
             received = file.readinto(raw.data[filled:])
@@ -127,4 +138,4 @@ class StoredTensor:
                     f"{self.file}: truncated inside tensor {self.name}, {raw.size - filled} bytes short"
                 )
             filled += received
-        return self.encoding.decode(raw)
+        return raw

@@ -15,18 +15,31 @@ IMPLEMENTATIONS = (
 )
 
 
-def int8_matmul(x_TI: jax.Array, w_OI: jax.Array, *, target: Target | None = None) -> jax.Array:
-    """int32 `[T, O]`: rows of integers times an int8 matrix, exactly.
+def int8_matmul(
+    x_TI: jax.Array,
+    w_OI: jax.Array,
+    scale_T: jax.Array,
+    scale_O: jax.Array,
+    *,
+    target: Target | None = None,
+) -> jax.Array:
+    """float32 `[T, O]`: rows of integers times an int8 matrix, summed exactly in int32, then scaled.
 
     Args:
         x_TI: the rows, int8, or int16 of at most 14 bits whose sums of products fit into 32 bits.
         w_OI: the matrix, a row for each output.
+        scale_T, scale_O: float32, of each row and of each output; a sum is multiplied by their product.
         target: the device to trace for; None for any, which takes the reference.
 
     Raises ValueError at trace time on shapes that disagree.
     """
     if x_TI.ndim != 2 or w_OI.ndim != 2 or x_TI.shape[1] != w_OI.shape[1]:
         raise ValueError(f"rows {x_TI.shape} times a matrix {w_OI.shape}: the last axes must agree")
+    if scale_T.shape != x_TI.shape[:1] or scale_O.shape != w_OI.shape[:1]:
+        raise ValueError(
+            f"scales {scale_T.shape} and {scale_O.shape} of rows {x_TI.shape} and a matrix {w_OI.shape}: "
+            "they must have one for each row and one for each output"
+        )
     target = target or Target()
     chosen, _ = choose("int8_matmul", IMPLEMENTATIONS, target, native=target.native)
-    return chosen.run(x_TI, w_OI)
+    return chosen.run(x_TI, w_OI, scale_T, scale_O)

@@ -1,7 +1,9 @@
-// Rows of int8 or int16 times an int8 matrix, summed exactly in int32: the same numbers as XLA's own product, read at
-// the speed of memory for few rows and multiplied 16 at a time for many.
+// Rows of int8 or int16 times an int8 matrix, summed exactly in int32 and scaled: the same numbers as XLA's own
+// product, read at the speed of memory for few rows and multiplied 16 at a time for many.
 
 #include <cstdint>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "native/ffi.h"
@@ -12,10 +14,98 @@
 
 namespace {
 
-constexpr int64_t kRows = 4;     // of a tile: with kOutputs this fills AVX2's registers
-constexpr int64_t kOutputs = 3;  // of a tile
-constexpr int64_t kChunk = 48;   // outputs that a thread takes at a time, a multiple of kOutputs
-constexpr int64_t kBlock = 16;   // rows that stay in the first caches while those outputs pass by
+#if defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512VNNI__)
+#define JAXSERVE_AVX512 1
+#endif
+
+constexpr int64_t kRows = 4;  // of a tile
+#if JAXSERVE_AVX512
+constexpr int64_t kOutputs = 4;  // of a tile: its sums are then the lanes of one vector
+#else
+constexpr int64_t kOutputs = 3;  // of a tile: with kRows this fills AVX2's registers
+#endif
+constexpr int64_t kAhead = kOutputs;  // outputs whose weights are fetched while those before are multiplied
+constexpr int64_t kChunk = 48;  // outputs that a thread takes at a time, a multiple of kOutputs
+constexpr int64_t kBlock = 16;  // rows that stay in the first caches while those outputs pass by
+
+// Where results go, and what scales them.
+struct Scaled {
+  const float *x_scale, *w_scale;  // of rows, of outputs
+  float* numbers;
+  int64_t stride;
+
+  Scaled From(int64_t row, int64_t output) const {
+    return {x_scale + row, w_scale + output, numbers + row * stride + output, stride};
+  }
+};
+
+#if JAXSERVE_AVX512
+
+#define INLINE __attribute__((always_inline))
+
+// f(0) to f(N - 1), each with a number that the compiler knows: what they index stays in registers.
+template <typename F, int... I>
+INLINE inline void Unroll(const F& f, std::integer_sequence<int, I...>) {
+  (f(std::integral_constant<int, I>{}), ...);
+}
+
+template <int N, typename F>
+INLINE inline void Unroll(const F& f) {
+  Unroll(f, std::make_integer_sequence<int, N>{});
+}
+
+// Lane i becomes the sum of the lanes of sums[i].
+INLINE inline __m512i SumEach(const __m512i sums[16]) {
+  __m512i pairs[8], fours[4], eights[2];
+  Unroll<8>([&](auto i) INLINE {
+    pairs[i] = _mm512_add_epi32(_mm512_unpacklo_epi32(sums[2 * i], sums[2 * i + 1]),
+                                _mm512_unpackhi_epi32(sums[2 * i], sums[2 * i + 1]));
+  });
+  Unroll<4>([&](auto i) INLINE {
+    fours[i] = _mm512_add_epi32(_mm512_unpacklo_epi64(pairs[2 * i], pairs[2 * i + 1]),
+                                _mm512_unpackhi_epi64(pairs[2 * i], pairs[2 * i + 1]));
+  });
+  Unroll<2>([&](auto i) INLINE {  // Every 128 bits of fours[i] have a part of the sums of four.
+    eights[i] = _mm512_add_epi32(_mm512_shuffle_i32x4(fours[2 * i], fours[2 * i + 1], 0x88),
+                                 _mm512_shuffle_i32x4(fours[2 * i], fours[2 * i + 1], 0xdd));
+  });
+  return _mm512_add_epi32(_mm512_shuffle_i32x4(eights[0], eights[1], 0x88),
+                          _mm512_shuffle_i32x4(eights[0], eights[1], 0xdd));
+}
+
+// Of a tile: x [R][n], widened to int16, times w [O][n], scaled by x_scale [R] and w_scale [O].
+template <int R, int O>
+void Tile(const int16_t* x, const int8_t* w, int64_t n, const Scaled& out) {
+  __m512i sums[kRows * kOutputs];
+  Unroll<kRows * kOutputs>([&](auto i) INLINE { sums[i] = _mm512_setzero_si512(); });
+  const auto step = [&](int64_t k, __mmask32 some) INLINE {
+    __m512i wide[O];
+    Unroll<O>([&](auto o) INLINE {
+      wide[o] = _mm512_cvtepi8_epi16(_mm256_maskz_loadu_epi8(some, w + o * n + k));
+      _mm_prefetch(w + (o + kAhead) * n + k, _MM_HINT_T0);
+    });
+    Unroll<R>([&](auto r) INLINE {
+      const __m512i row = _mm512_maskz_loadu_epi16(some, x + r * n + k);
+      Unroll<O>([&](auto o) INLINE {
+        sums[r * kOutputs + o] = _mm512_dpwssd_epi32(sums[r * kOutputs + o], row, wide[o]);
+      });
+    });
+  };
+  int64_t k = 0;
+  for (; k + 32 <= n; k += 32) step(k, ~__mmask32{0});
+  if (k < n) step(k, (__mmask32{1} << (n - k)) - 1);
+  const __m512i all = SumEach(sums);
+  const __m128i rows[kRows] = {_mm512_castsi512_si128(all), _mm512_extracti32x4_epi32(all, 1),
+                               _mm512_extracti32x4_epi32(all, 2), _mm512_extracti32x4_epi32(all, 3)};
+  constexpr __mmask8 kSome = (1 << O) - 1;
+  const __m128 w_scale = _mm_maskz_loadu_ps(kSome, out.w_scale);
+  Unroll<R>([&](auto r) INLINE {
+    const __m128 scale = _mm_mul_ps(_mm_set1_ps(out.x_scale[r]), w_scale);
+    _mm_mask_storeu_ps(out.numbers + r * out.stride, kSome, _mm_mul_ps(_mm_cvtepi32_ps(rows[r]), scale));
+  });
+}
+
+#else
 
 #if defined(__AVX2__)
 int32_t Sum(__m256i lanes) {
@@ -43,12 +133,13 @@ __m256i Load(const int16_t* x) { return _mm256_loadu_si256(reinterpret_cast<cons
     STEP(r, 0) STEP(r, 1) STEP(r, 2)            \
   }
 #define STORE(r, o) \
-  if constexpr (r < R && o < O) out[r * out_stride + o] = Sum(sum##r##o);
+  if constexpr (r < R && o < O) total[r][o] = Sum(sum##r##o);
 #endif
 
-// out[R][O] = x[R][n] * w[O][n], x widened to int16.
+// Of a tile: x [R][n], widened to int16, times w [O][n], scaled by x_scale [R] and w_scale [O].
 template <int R, int O>
-void Tile(const int16_t* x, const int8_t* w, int64_t n, int32_t* out, int64_t out_stride) {
+void Tile(const int16_t* x, const int8_t* w, int64_t n, const Scaled& out) {
+  int32_t total[R][O] = {};
   int64_t k = 0;
 #if defined(__AVX2__)
   const __m256i zero = _mm256_setzero_si256();
@@ -57,42 +148,38 @@ void Tile(const int16_t* x, const int8_t* w, int64_t n, int32_t* out, int64_t ou
   for (; k + 16 <= n; k += 16) {
     const __m256i wide0 = Wide(w + k), wide1 = O > 1 ? Wide(w + n + k) : zero;
     const __m256i wide2 = O > 2 ? Wide(w + 2 * n + k) : zero;
+    for (int o = 0; o < O; ++o) _mm_prefetch(w + (o + kAhead) * n + k, _MM_HINT_T0);
     ROW(0) ROW(1) ROW(2) ROW(3)
   }
   STORE(0, 0) STORE(0, 1) STORE(0, 2) STORE(1, 0) STORE(1, 1) STORE(1, 2)
   STORE(2, 0) STORE(2, 1) STORE(2, 2) STORE(3, 0) STORE(3, 1) STORE(3, 2)
-  if (k == n) return;
-#else
-  for (int r = 0; r < R; ++r)
-    for (int o = 0; o < O; ++o) out[r * out_stride + o] = 0;
 #endif
   for (int r = 0; r < R; ++r) {
     for (int o = 0; o < O; ++o) {
-      int32_t rest = 0;
-      for (int64_t i = k; i < n; ++i) rest += int32_t{x[r * n + i]} * w[o * n + i];
-      out[r * out_stride + o] += rest;
+      for (int64_t i = k; i < n; ++i) total[r][o] += int32_t{x[r * n + i]} * w[o * n + i];
+      out.numbers[r * out.stride + o] = static_cast<float>(total[r][o]) * (out.x_scale[r] * out.w_scale[o]);
     }
   }
 }
 
+#endif
+
 template <int O>
-void Column(const int16_t* x, const int8_t* w, int64_t rows, int64_t n, int32_t* out, int64_t out_stride) {
-  int64_t r = 0;
-  for (; r + kRows <= rows; r += kRows) Tile<kRows, O>(x + r * n, w, n, out + r * out_stride, out_stride);
-  x += r * n;
-  out += r * out_stride;
-  switch (rows - r) {
-    case 3: return Tile<3, O>(x, w, n, out, out_stride);
-    case 2: return Tile<2, O>(x, w, n, out, out_stride);
-    case 1: return Tile<1, O>(x, w, n, out, out_stride);
+void Column(const int16_t* x, const int8_t* w, int64_t rows, int64_t n, Scaled out) {
+  for (; rows >= kRows; rows -= kRows, x += kRows * n, out = out.From(kRows, 0)) Tile<kRows, O>(x, w, n, out);
+  switch (rows) {
+    case 3: return Tile<3, O>(x, w, n, out);
+    case 2: return Tile<2, O>(x, w, n, out);
+    case 1: return Tile<1, O>(x, w, n, out);
   }
 }
 
 }  // namespace
 
-// x [rows, n] int8 or int16, w [outputs, n] int8 -> [rows, outputs] int32.
+// x [rows, n] int8 or int16, w [outputs, n] int8, x_scale [rows], w_scale [outputs] -> [rows, outputs] float32.
 extern "C" XLA_FFI_Error* JaxserveInt8Matmul(XLA_FFI_CallFrame* frame) {
   if (jaxserve::AnswersMetadata(frame)) return nullptr;
+  if (frame->args.size != 4) return jaxserve::Fail(frame, "four operands");
   const auto &x = jaxserve::Operand(frame, 0), &w = jaxserve::Operand(frame, 1);
   const bool wide_rows = x.dtype == XLA_FFI_DataType_S16;
   if ((x.dtype != XLA_FFI_DataType_S8 && !wide_rows) || w.dtype != XLA_FFI_DataType_S8 || x.rank != 2 || w.rank != 2 ||
@@ -100,7 +187,9 @@ extern "C" XLA_FFI_Error* JaxserveInt8Matmul(XLA_FFI_CallFrame* frame) {
     return jaxserve::Fail(frame, "operands must be int8 or int16 [rows, n] and int8 [outputs, n]");
   const int64_t rows = x.dims[0], outputs = w.dims[0], n = x.dims[1];
   const auto* weights = jaxserve::Data<const int8_t>(w);
-  auto* sums = jaxserve::Data<int32_t>(jaxserve::Result(frame));
+  const Scaled all{jaxserve::Data<const float>(jaxserve::Operand(frame, 2)),
+                   jaxserve::Data<const float>(jaxserve::Operand(frame, 3)),
+                   jaxserve::Data<float>(jaxserve::Result(frame)), outputs};
   std::vector<int16_t> copy;
   const auto* wide = jaxserve::Data<const int16_t>(x);
   if (!wide_rows) {
@@ -113,11 +202,10 @@ extern "C" XLA_FFI_Error* JaxserveInt8Matmul(XLA_FFI_CallFrame* frame) {
     for (int64_t row = 0; row < rows; row += kBlock) {
       const int64_t count = std::min(rows - row, kBlock);
       const int16_t* block = wide + row * n;
-      int32_t* out = sums + row * outputs;
       int64_t o = chunk * kChunk;
       for (; o + kOutputs <= end; o += kOutputs)
-        Column<kOutputs>(block, weights + o * n, count, n, out + o, outputs);
-      for (; o < end; ++o) Column<1>(block, weights + o * n, count, n, out + o, outputs);
+        Column<kOutputs>(block, weights + o * n, count, n, all.From(row, o));
+      for (; o < end; ++o) Column<1>(block, weights + o * n, count, n, all.From(row, o));
     }
   });
   return nullptr;

@@ -18,10 +18,15 @@ def join_halves(sums: jax.Array) -> jax.Array:
     return (high << 7) + low
 
 
-def multiply_reference(x_TI: jax.Array, w_OI: jax.Array) -> jax.Array:
+def multiply_reference(x_TI: jax.Array, w_OI: jax.Array, scale_T: jax.Array, scale_O: jax.Array) -> jax.Array:
     """See `int8_matmul`."""
+    return _sums(x_TI, w_OI).astype(jnp.float32) * (scale_T[:, None] * scale_O[None])
+
+
+def _sums(x_TI: jax.Array, w_OI: jax.Array) -> jax.Array:
+    """int32 `[T, O]`, exact."""
     if x_TI.dtype == jnp.int16:
-        return join_halves(multiply_reference(split_halves(x_TI), w_OI))
+        return join_halves(_sums(split_halves(x_TI), w_OI))
     # One row falls off XLA's fast path on CPU: 25 times slower than two. Elsewhere two are as cheap as one.
     rows_TI = jnp.pad(x_TI, ((0, 1), (0, 0))) if x_TI.shape[0] == 1 else x_TI
     contracted = (((1,), (1,)), ((), ()))

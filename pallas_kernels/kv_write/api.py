@@ -4,6 +4,8 @@ There is no kernel, by measurement: on TPU the memory is written in tiles of 8 t
 its own would read and write back two tiles for each head and token, some 10,000 cycles of issuing copies for
 64 tokens and 8 heads. XLA's scatter of their 1,024 rows takes an estimated 3,200 on v6e (in bfloat16, the
 whole write 9,800), in place and without temporaries. Scales cost more than the numbers: 34,000 with int8.
+On GPU XLA makes each scatter one kernel that writes into the donated pool: in the steps compiled for an H200
+no instruction copies one.
 """
 
 from __future__ import annotations

@@ -8,12 +8,15 @@ from pallas_kernels.dispatch import Implementation, Target, choose
 from pallas_kernels.page_layout import PageLayout
 from pallas_kernels.ragged_paged_attention.cpu import attend_cpu
 from pallas_kernels.ragged_paged_attention.cpu import obstacle as cpu_obstacle
+from pallas_kernels.ragged_paged_attention.gpu import attend_gpu
+from pallas_kernels.ragged_paged_attention.gpu import obstacle as gpu_obstacle
 from pallas_kernels.ragged_paged_attention.params import AttentionParams
 from pallas_kernels.ragged_paged_attention.reference import attend_reference
 from pallas_kernels.ragged_paged_attention.tpu import attend_tpu, obstacle
 
 IMPLEMENTATIONS = (
     Implementation("tpu", "tpu", attend_tpu, obstacle),
+    Implementation("gpu", "gpu", attend_gpu, gpu_obstacle),
     Implementation("cpu", "cpu", attend_cpu, cpu_obstacle),
     Implementation("reference", None, attend_reference),
 )
@@ -62,6 +65,9 @@ def ragged_paged_attention(
         params=params,
         table_shape=page_table_SP.shape,
         native=target.native,
+        compute=str(q_THh.dtype),
+        queries_per_kv=q_THh.shape[1] // layout.num_kv_heads,
+        capability=target.capability if target.platform == "gpu" else None,
     )
     return chosen.run(
         q_THh,

@@ -135,6 +135,24 @@ Block FindBlock(const Problem& p, const Piece& piece, int64_t first, int64_t low
           std::min(kTokens, high - first), scales, scales + p.page_size};
 }
 
+// The memory of the block that comes next, asked for line by line while this one is computed.
+struct Ahead {
+  const char* first;
+  int64_t plane_bytes, stride, num_lines;
+
+  Ahead(const Problem& p, const Block& next) {
+    const int64_t size = p.format == kFloat32 ? 4 : p.format == kBfloat16 ? 2 : 1;
+    first = static_cast<const char*>(p.pool) + (next.head + next.token) * kLanes * size;
+    plane_bytes = kTokens * kLanes * size;
+    stride = p.page_size * kLanes * size;
+    num_lines = p.planes * plane_bytes / 64;
+  }
+
+  void Fetch(int64_t line) const {
+    if (line < num_lines) __builtin_prefetch(first + line * 64 / plane_bytes * stride + line * 64 % plane_bytes);
+  }
+};
+
 // The keys of a block, transposed to [depth][kTokens], and its values [kTokens][depth]; zeros for positions that
 // nobody may read, where a page may hold anything, NaN included.
 template <typename T, bool kWhole>
@@ -210,13 +228,15 @@ void Weigh(const Problem& p, Buffers& b, int64_t query, int64_t from, int64_t to
 
 // Takes a block into the sums of N neighbouring queries, which share its numbers in registers.
 template <int N>
-void Reduce(const Problem& p, const Piece& piece, Buffers& b, int64_t query, int64_t first) {
+void Reduce(const Problem& p, const Piece& piece, Buffers& b, const Ahead& ahead, int64_t query, int64_t first) {
   const int64_t depth = p.depth();
   Vector scores[N][kVectors] = {};
-  for (int64_t d = 0; d < depth; ++d)
+  for (int64_t d = 0; d < depth; ++d) {
+    if (query == 0) ahead.Fetch(d);
     for (int n = 0; n < N; ++n)
       for (int64_t i = 0; i < kVectors; ++i)
         scores[n][i] += b.queries[(query + n) * depth + d] * Load(b.keys.data() + d * kTokens + i * kWidth);
+  }
   float weights[N][kTokens];
   std::memcpy(weights, scores, sizeof weights);
   for (int n = 0; n < N; ++n) {
@@ -234,6 +254,7 @@ void Reduce(const Problem& p, const Piece& piece, Buffers& b, int64_t query, int
       high[n] = Load(b.out.data() + (query + n) * depth + d + kWidth);
     }
     for (int64_t t = 0; t < kTokens; ++t) {
+      if (query == 0) ahead.Fetch(depth + d / (2 * kWidth) * kTokens + t);
       const float* values = b.values.data() + t * depth + d;
       for (int n = 0; n < N; ++n) {
         low[n] += weights[n][t] * Load(values);
@@ -247,13 +268,14 @@ void Reduce(const Problem& p, const Piece& piece, Buffers& b, int64_t query, int
   }
 }
 
-void ReduceAll(const Problem& p, const Piece& piece, Buffers& b, int64_t num_queries, int64_t first) {
+void ReduceAll(const Problem& p, const Piece& piece, Buffers& b, const Ahead& ahead, int64_t num_queries,
+               int64_t first) {
   int64_t query = 0;
-  for (; query + 4 <= num_queries; query += 4) Reduce<4>(p, piece, b, query, first);
+  for (; query + 4 <= num_queries; query += 4) Reduce<4>(p, piece, b, ahead, query, first);
   switch (num_queries - query) {
-    case 3: return Reduce<3>(p, piece, b, query, first);
-    case 2: return Reduce<2>(p, piece, b, query, first);
-    case 1: return Reduce<1>(p, piece, b, query, first);
+    case 3: return Reduce<3>(p, piece, b, ahead, query, first);
+    case 2: return Reduce<2>(p, piece, b, ahead, query, first);
+    case 1: return Reduce<1>(p, piece, b, ahead, query, first);
   }
 }
 
@@ -267,15 +289,17 @@ void Attend(const Problem& p, const Piece& piece) {
     for (int64_t d = 0; d < p.head_size; ++d) b.queries[query * depth + d] = p.q[index(query) + d] * p.scale;
   const int64_t last = piece.first_position + piece.num_rows;  // One past the last row's position.
   const int64_t low = p.window ? std::max<int64_t>(0, piece.first_position - p.window + 1) : 0;
+  Block next = FindBlock(p, piece, low / kTokens * kTokens, low, last);
   for (int64_t first = low / kTokens * kTokens; first < last; first += kTokens) {
-    const Block block = FindBlock(p, piece, first, low, last);
+    const Block block = next;
+    if (first + kTokens < last) next = FindBlock(p, piece, first + kTokens, low, last);
     if (p.format == kFloat32)
       ReadBlock<float>(p, block, b.keys.data(), b.values.data());
     else if (p.format == kBfloat16)
       ReadBlock<uint16_t>(p, block, b.keys.data(), b.values.data());
     else
       ReadBlock<int8_t>(p, block, b.keys.data(), b.values.data());
-    ReduceAll(p, piece, b, num_queries, first);
+    ReduceAll(p, piece, b, Ahead(p, next), num_queries, first);
   }
   for (int64_t query = 0; query < num_queries; ++query)
     for (int64_t d = 0; d < p.head_size; ++d)

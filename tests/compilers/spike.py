@@ -72,6 +72,8 @@ class Measured:
     """What a compiler says of one step. Bytes are those of one device."""
 
     target: str
+    attention: str
+    """The implementation that was chosen for it."""
     rows: int
     compile_seconds: float
     arguments: int
@@ -108,12 +110,14 @@ def compile_spike(target: Target, shape: StepShape) -> Measured:
             out_shardings=(state_places, everywhere),
         )
         started = time.monotonic()
-        compiled = step.lower(params, state, placed(vector, everywhere)).compile()
+        with kernels.choices_recorded() as chosen:
+            compiled = step.lower(params, state, placed(vector, everywhere)).compile()
         seconds = time.monotonic() - started
     memory = compiled.memory_analysis()
     assert memory is not None
     return Measured(
         target=target.name,
+        attention=chosen["ragged_paged_attention"],
         rows=shape.rows,
         compile_seconds=seconds,
         arguments=memory.argument_size_in_bytes,
@@ -122,8 +126,10 @@ def compile_spike(target: Target, shape: StepShape) -> Measured:
         aliased=memory.alias_size_in_bytes,
         copies=whole_copies(
             str(compiled.as_text()),
-            # Hidden states happen to be as many numbers as one of the stacks in the larger step.
-            weight_sizes(params) - {shape.rows * MODEL.hidden_size},
+            # Hidden states happen to be as many numbers as one of the stacks in the larger step; an expert's
+            # matrix, which the loop over experts takes from its stack, as an eighth of one layer's qkv.
+            weight_sizes(params)
+            - {shape.rows * MODEL.hidden_size, MODEL.hidden_size * MODEL.expert_intermediate_size},
             in_place={math.prod(shard_shape(group.pool)) for group in state.cache},
         ),
     )

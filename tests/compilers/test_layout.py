@@ -26,13 +26,14 @@ scales 3 %."""
 @pytest.mark.compilers
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("target", ["v6e", "h200"])
-def test_a_step_copies_neither_cache_nor_weights(target: str) -> None:
+@pytest.mark.parametrize(("target", "attention"), [("v6e", "tpu"), ("h200", "gpu"), ("h200x8", "gpu")])
+def test_a_step_copies_neither_cache_nor_weights(target: str, attention: str) -> None:
     if reason := TARGETS[target].missing:
         pytest.skip(f"no compiler for {target}: {reason}")
     steps = measure(target)
     assert [step["rows"] for step in steps] == [64, 1024]
     for step in steps:
+        assert step["attention"] == attention
         assert step["copies"] == []
         assert step["aliased"] >= step["cache"]
         assert step["temporaries"] < TEMPORARIES_SHARE * step["cache"]

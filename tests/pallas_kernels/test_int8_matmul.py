@@ -28,7 +28,7 @@ SHAPES = [
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("largest", [127, 2047], ids=["int8", "int16"])
 @pytest.mark.parametrize("native", [False, True], ids=["reference", "cpu"])
-def test_sums_are_exact(
+def test_sums_are_exact_and_scaled(
     shape: tuple[int, int, int], native: bool, largest: int, request: pytest.FixtureRequest
 ) -> None:
     if native:
@@ -40,9 +40,15 @@ def test_sums_are_exact(
     w = random.integers(-128, 128, (num_outputs, num_inputs)).astype(np.int8)
     x[0], w[0] = -largest, -128  # The largest products.
     multiply = jax.jit(functools.partial(int8_matmul, target=Target(native=native)))
-    np.testing.assert_array_equal(multiply(x, w), x.astype(np.int32) @ w.astype(np.int32).T)
+    scale_x = random.random(num_rows, np.float32)
+    scale_w = random.random(num_outputs, np.float32) * np.float32(1e-4)
+    sums = x.astype(np.int32) @ w.astype(np.int32).T
+    expected = sums.astype(np.float32) * (scale_x[:, None] * scale_w)
+    np.testing.assert_array_equal(multiply(x, w, scale_x, scale_w), expected)
 
 
 def test_shapes_that_disagree_are_named() -> None:
     with pytest.raises(ValueError, match=r"rows \(2, 3\) times a matrix \(4, 5\)"):
-        int8_matmul(jnp.zeros((2, 3), jnp.int8), jnp.zeros((4, 5), jnp.int8))
+        int8_matmul(jnp.zeros((2, 3), jnp.int8), jnp.zeros((4, 5), jnp.int8), jnp.ones(2), jnp.ones(4))
+    with pytest.raises(ValueError, match=r"scales \(2,\) and \(5,\) of rows \(2, 3\) and a matrix \(4, 3\)"):
+        int8_matmul(jnp.zeros((2, 3), jnp.int8), jnp.zeros((4, 3), jnp.int8), jnp.ones(2), jnp.ones(5))

@@ -169,7 +169,7 @@ def test_what_a_kernel_cannot_take_is_named() -> None:
     settings = {"layout": case.layout(), "params": case.params(), "single": False, "target": target}
     with pytest.raises(ValueError, match="by cpu: no kernels are built for this machine"):
         ragged_paged_attention(*batch_of(case).arguments, **settings)
-    with pytest.raises(ValueError, match="no implementation 'abacus': choose from tpu, cpu, reference"):
+    with pytest.raises(ValueError, match="no implementation 'abacus': choose from tpu, gpu, cpu, reference"):
         attend(case, batch_of(case), "abacus", single=False)
 
 

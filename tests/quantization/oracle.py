@@ -15,5 +15,8 @@ def stored_numbers(weight: QuantisedWeight) -> np.ndarray:
     zeros = np.asarray(0.0 if weight.format.bits == 8 else 8.0)
     if weight.zeros is not None:
         zeros = np.asarray(weight.zeros).astype(np.float64)[..., None]
+    if weight.format.minima:
+        numbers = values.astype(np.float64).reshape(*scales.shape, -1) * scales[..., None] + zeros
+        return numbers.reshape(*scales.shape[:-1], -1)
     numbers = (values.astype(np.float64).reshape(*scales.shape, -1) - zeros) * scales[..., None]
     return numbers.reshape(*scales.shape[:-1], -1) if weight.format.group else numbers

@@ -115,7 +115,8 @@ def write_hf(tmp_path: Path) -> Callable[..., Path]:
 def write_gguf(tmp_path: Path) -> Callable[..., Path]:
     """Writes a model as GGUF as llama.cpp's converter would, matrices quantised to the named type.
 
-    `metadata` overrides values of the architecture's keys, None leaves one out; `extra` tensors are added.
+    `types` has those of matrices that have another, by name; `metadata` overrides values of the
+    architecture's keys, None leaves one out; `extra` tensors are added.
     """
 
     def write(
@@ -125,6 +126,7 @@ def write_gguf(tmp_path: Path) -> Callable[..., Path]:
         quantisation: str = "F32",
         metadata: dict[str, Any] | None = None,
         extra: Tensors | None = None,
+        types: dict[str, str] | None = None,
     ) -> Path:
         path = tmp_path / "model.gguf"
         architecture = _ARCHITECTURES[family]
@@ -137,7 +139,8 @@ def write_gguf(tmp_path: Path) -> Callable[..., Path]:
                 value,
             )
         for name, tensor in {**_gguf_tensors(family, config, tensors), **(extra or {})}.items():
-            kind = gguf.GGMLQuantizationType[quantisation if tensor.ndim > 1 else "F32"]
+            own = (types or {}).get(name, quantisation)
+            kind = gguf.GGMLQuantizationType[own if tensor.ndim > 1 else "F32"]
             data = gguf.quants.quantize(tensor, kind)
             writer.add_tensor(name, data, raw_dtype=kind)
         writer.write_header_to_file()

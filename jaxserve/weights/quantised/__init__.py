@@ -1,4 +1,4 @@
-"""Checkpoints whose weights are quantised already: AWQ, GPTQ, compressed-tensors, fp8. Free of jax."""
+"""Checkpoints whose weights are quantised already: AWQ, GPTQ, compressed-tensors, fp8, GGUF. Free of jax."""
 
 from jaxserve.weights.quantised.modules import QuantisedModules, read_quantisation
 from jaxserve.weights.quantised.parameter import StoredMatrix
