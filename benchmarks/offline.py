@@ -22,7 +22,8 @@ from typing import Any, Protocol
 
 from benchmarks.machine import describe, read_bandwidth
 from jaxserve.commands.options import recipe_name
-from jaxserve.engine.build import EngineOptions, build_engine
+from jaxserve.engine.build import build_engine
+from jaxserve.engine.options import EngineOptions
 from jaxserve.loop import HostLoop
 from jaxserve.plan import SamplingParams
 from jaxserve.quantization import precision_of

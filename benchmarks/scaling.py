@@ -96,8 +96,9 @@ def _in_a_process(num_devices: int) -> dict[str, Any]:
 
 def _measured(num_devices: int) -> dict[str, Any]:
     """Of this process's devices: seconds to compile, and medians of full steps."""
-    from jaxserve.engine.build import EngineOptions, layer_loop_for, local_target, resolve_here
+    from jaxserve.engine.build import layer_loop_for, local_target, resolve_here
     from jaxserve.engine.engine import DeviceEngine
+    from jaxserve.engine.options import EngineOptions
     from jaxserve.engine.parameters import place_parameters
     from jaxserve.engine.programs import compile_programs
     from sharding import make_mesh

@@ -27,8 +27,8 @@ from typing import Any
 
 from benchmarks.machine import describe
 from jaxserve.commands.options import parse_speculative, recipe_name
-from jaxserve.engine.build import EngineOptions
 from jaxserve.engine.engine import DeviceEngine
+from jaxserve.engine.options import EngineOptions
 from jaxserve.loop import HostLoop
 from jaxserve.opened_model import open_model
 from jaxserve.outputs import RequestOutput

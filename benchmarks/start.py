@@ -56,7 +56,8 @@ _PROGRAM = """
 import sys, time
 from pathlib import Path
 import jax
-from jaxserve.engine.build import EngineOptions, configure, load_parameters
+from jaxserve.engine.build import configure, load_parameters
+from jaxserve.engine.options import EngineOptions
 from jaxserve.weights import open_any_checkpoint
 
 began = time.perf_counter()

@@ -22,15 +22,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.config import KvFormat, LayerKind, ModelConfig
-from jaxserve.engine.build import (
-    EngineOptions,
-    layer_loop_for,
-    local_target,
-    resolve_dtype,
-    resolve_here,
-)
+from jaxserve.engine.build import layer_loop_for, local_target, resolve_dtype, resolve_here
 from jaxserve.engine.compile_cache import compile_counter, enable_compilation_cache
 from jaxserve.engine.engine import DeviceEngine
+from jaxserve.engine.options import EngineOptions
 from jaxserve.engine.parameters import abstract_parameters
 from jaxserve.engine.programs import compile_programs
 from jaxserve.model.layers import product_flat

@@ -6,6 +6,7 @@ these is built, so that a value read from a config is the value in force.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass, field
 from typing import Literal
@@ -206,6 +207,9 @@ class EngineConfig:
     """Most drafts of a sequence that one step may verify."""
     draft_layers: int = 0
     """Layers of the model whose hidden states the engine drafts from; 0 leaves drafting to the host."""
+    draft: EngineConfig | None = None
+    """How a second model runs that drafts in the engine. Its keys and values lie in pools of its own, on the
+    page ids of the model's full attention."""
     moves_pages: bool = False
     """Whether the host can read and write pages of the pool; there are programs for it then."""
     mesh: tuple[tuple[str, int], ...] = ()
@@ -227,6 +231,8 @@ class EngineConfig:
             raise ValueError(
                 f"draft_layers {self.draft_layers} is out of range: it must be 0 to {most_layers}"
             )
+        if self.draft is not None:
+            self._check_draft(self.draft)
         if self.decode_rows[-1] < self.num_slots:
             raise ValueError(f"decode_rows ends at {self.decode_rows[-1]}, below num_slots {self.num_slots}")
         if self.max_model_len > self.model.max_position:
@@ -241,6 +247,47 @@ class EngineConfig:
             raise ValueError(
                 f"context_block {self.context_block} is not a multiple of page_size {self.cache.page_size}"
             )
+
+    def drafted_by(self, model: ModelConfig) -> EngineConfig:
+        """The same engine with a second model that drafts, in the same formats.
+
+        Raises ValueError for one that takes no sequence of max_model_len tokens, or where there is no place
+        for one.
+        """
+        num_pages = (self.cache.num_pages[self.full_group],) * len(model.windows)
+        draft = dataclasses.replace(
+            self,
+            model=model,
+            cache=dataclasses.replace(self.cache, num_pages=num_pages),
+            max_drafts=0,
+            deterministic=False,  # No token depends on its numerics.
+            moves_pages=False,
+        )
+        return dataclasses.replace(self, draft=draft)
+
+    def _check_draft(self, draft: EngineConfig) -> None:
+        if self.draft_layers or not self.max_drafts:
+            raise ValueError(
+                f"a draft model needs max_drafts from 1 up and draft_layers 0, got {self.max_drafts}, "
+                f"{self.draft_layers}"
+            )
+        num_pages = {self.cache.num_pages[self.full_group]}
+        if set(draft.cache.num_pages) != num_pages or draft.cache.page_size != self.cache.page_size:
+            raise ValueError(
+                f"a draft model's pools have {draft.cache.num_pages} pages of {draft.cache.page_size} "
+                f"tokens, and full attention {num_pages} of {self.cache.page_size}"
+            )
+
+    @property
+    def full_group(self) -> int:
+        """The cache group of full attention, whose pages a draft model shares. Raises ValueError where the
+        model has none."""
+        windows = self.model.windows
+        if 0 not in windows:
+            raise ValueError(
+                f"{self.model.family} has windows of {windows} and no full attention: no draft model"
+            )
+        return windows.index(0)
 
     @property
     def pages_per_sequence(self) -> int:

@@ -11,8 +11,8 @@ from typing import Any, Literal, TypeVar, Unpack
 from tqdm.auto import tqdm  # pyright: ignore[reportMissingModuleSource]
 
 from jaxserve.config import EngineConfig
-from jaxserve.engine.build import engine_options
 from jaxserve.engine.engine import DeviceEngine
+from jaxserve.engine.options import engine_options
 from jaxserve.offline import AnswerIterator, OfflineLoop
 from jaxserve.opened_model import EngineSettings, OpenedModel, loop_of, open_model
 from jaxserve.outputs import RequestOutput
@@ -68,13 +68,14 @@ class LLM:
                 defaults from its `generation_config.json`, "none" those of `SamplingParams`.
             prefix_caching: start prompts on what earlier ones that began alike have left in the KV pool;
                 answers are the same either way.
-            settings: fields of `jaxserve.engine.build.EngineOptions`: `max_model_len` (tokens), `num_slots`
+            settings: fields of `jaxserve.engine.options.EngineOptions`: `max_model_len` (tokens), `num_slots`
                 (sequences at once), `dtype`, `quantize` (a recipe, "int8" say), `kv_format`, `page_size`
                 (tokens), `kv_memory` (bytes), `host_kv_memory` (bytes for pages that the KV pool has no
                 room for), `num_pages`,
                 `max_chunk` (token rows of the largest step), `deterministic`, `logprobs_mode`,
                 `max_logprobs`, `speculative` ("ngram" drafts answers by looking them up in their own text,
-                "skip:N" by the model's first N layers; answers are the same either way), `max_drafts`
+                "skip:N" by the model's first N layers, "draft:MODEL" by a second model with the same
+                vocabulary, whose recipe is `draft_quantize`; answers are the same either way), `max_drafts`
                 (tokens of an answer in a step).
 
         Raises:

@@ -335,6 +335,8 @@ class HostLoop:
             since = self._collected_at if self._kept_busy else dispatched_at
             self._scheduler.drafting.observe(step, max(0.0, now - since))
         self._collected_at = now
+        if step.plan.reads is not None:
+            return  # It says nothing of others.
         seconds = max(0.0, now - started) / step.plan.num_iterations
         if step.decodes_only:
             num_steps = step.plan.num_iterations

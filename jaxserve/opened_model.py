@@ -19,15 +19,15 @@ from jaxserve.progress import StageBars
 from jaxserve.run_manifest import RunManifest, manifest_of
 from jaxserve.scheduling import DEFAULT_POLICY, AdmissionGate, CacheIdentity, SchedulerPolicy
 from jaxserve.scheduling.page_swap import PageSwap
-from jaxserve.speculation import Speculation, named_speculation
+from jaxserve.speculation import Speculation, named_speculation, read_speculative
 from jaxserve.structured import CompiledGrammar, GrammarCompiler
-from jaxserve.text import AnswerText, Tokenizer
+from jaxserve.text import AnswerText, Tokenizer, require_same_vocabulary
 from jaxserve.weights import AnyCheckpoint, open_any_checkpoint, resolve_model
 from jaxserve.weights.generation_config import read_sampling_defaults
 
 if TYPE_CHECKING:
-    from jaxserve.engine.build import EngineOptions
     from jaxserve.engine.engine import DeviceEngine
+    from jaxserve.engine.options import EngineOptions
 
 
 class EngineSettings(TypedDict, total=False):
@@ -48,6 +48,7 @@ class EngineSettings(TypedDict, total=False):
     max_logprobs: int
     max_iterations: int
     speculative: str | None
+    draft_quantize: str | None
     max_drafts: int
     mesh: str | None
 
@@ -61,6 +62,10 @@ class OpenedModel:
     tokenizer: Tokenizer
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Sampling parameters that the model's makers recommend, by name; see `SamplingParams`."""
+    _drafts: dict[str, OpenedModel] = field(
+        default_factory=dict["str", "OpenedModel"], repr=False, compare=False
+    )
+    """Models that have been opened to draft for it, by name."""
 
     def build_engine(self, options: EngineOptions, *, progress: bool = False) -> DeviceEngine:
         """Load the weights and compile. `progress` shows bars on standard error if it takes long.
@@ -71,19 +76,37 @@ class OpenedModel:
         """
         from jaxserve.engine.build import build_engine
 
+        draft = self.draft_checkpoint(options, progress=progress)
         with StageBars(progress) as bars, interrupts_kept() as check_interrupt:
 
             def on_progress(stage: str, done: int, total: int) -> None:
                 check_interrupt()
                 bars(stage, done, total)
 
-            return build_engine(self.checkpoint, options, on_progress=on_progress)
+            return build_engine(self.checkpoint, options, draft=draft, on_progress=on_progress)
 
     def configure(self, options: EngineOptions) -> EngineConfig:
         """What an engine of these options compiles against: reads no weights. Raises as `build_engine`."""
         from jaxserve.engine.build import configure
 
-        return configure(self.checkpoint, options)
+        return configure(self.checkpoint, options, self.draft_checkpoint(options))
+
+    def draft_checkpoint(self, options: EngineOptions, *, progress: bool = False) -> AnyCheckpoint | None:
+        """The model that drafts by these options, if one does; `progress` as of `open_model`.
+
+        Raises ValueError as `open_model` does, or where it has another vocabulary; PullError for a download
+        that failed.
+        """
+        name = read_speculative(options.speculative).model if options.speculative else ""
+        if not name:
+            return None
+        if name not in self._drafts:
+            draft = open_model(name, progress=progress)
+            require_same_vocabulary(
+                draft.tokenizer, f"draft model {name}", self.tokenizer, str(self.checkpoint.path)
+            )
+            self._drafts[name] = draft
+        return self._drafts[name].checkpoint
 
     def cache_identity(self, engine: DeviceEngine) -> CacheIdentity:
         """What the pages of an engine that was built from it depend on, beside the tokens."""
@@ -100,11 +123,13 @@ class OpenedModel:
         sampling_defaults: Mapping[str, Any] | None = None,
     ) -> RunManifest:
         """All that can change an answer or its speed: see `manifest_of`. By default as `LLM` runs."""
+        draft = self.draft_checkpoint(options)
         return manifest_of(
             self.checkpoint.fingerprint,
             self.tokenizer,
             config,
             options,
+            draft_fingerprint=None if draft is None else draft.fingerprint,
             kernels=kernels,
             policy=policy,
             prefix_caching=prefix_caching,
@@ -257,7 +282,7 @@ def start_engine(
         TypeError: a setting that does not exist.
         ValueError: a model that cannot be read, or a setting that cannot be met.
     """
-    from jaxserve.engine.build import engine_options
+    from jaxserve.engine.options import engine_options
 
     options = engine_options(settings)
     if not isinstance(model, OpenedModel):

@@ -133,14 +133,8 @@ class SamplingParams:
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise ValueError if any token id that this names lies outside [0, vocab_size)."""
-        named: list[tuple[str, Sequence[int]]] = [
-            ("logit_bias", tuple(self.logit_bias or ())),
-            ("allowed_token_ids", self.allowed_token_ids or ()),
-            ("bad_token_ids", self.bad_token_ids or ()),
-            ("stop_token_ids", self.stop_token_ids),
-        ]
-        for name, ids in named:
-            for token_id in ids:
+        for name in ("logit_bias", "allowed_token_ids", "bad_token_ids", "stop_token_ids"):
+            for token_id in getattr(self, name) or ():
                 if not 0 <= token_id < vocab_size:
                     raise ValueError(f"{name} has token id {token_id}; the vocabulary has {vocab_size} ids")
 
@@ -221,6 +215,10 @@ class StepPlan:
     A sequence's drafts are the last of its rows, after its last known token's, whose logits are asked for
     too. Each is sampled after as if it were known, and is so, and its row computed, while it is what was
     sampled after the row before it: the sequence moves on by these and one more."""
+    unread: IntArray | None = None
+    """[S] computed tokens that a draft model reads first, -1 for all where it leaves the sequence out."""
+    reads: IntArray | None = None
+    """[X, 3] what a draft model reads before the step: slot, first position, number of computed tokens."""
 
     @classmethod
     def of(cls, sequences: Sequence[SequencePlan], grants: Sequence[PageGrant], shape: StepShape) -> StepPlan:
@@ -313,6 +311,8 @@ class EngineLimits:
     """Most drafts of a sequence in a step, of a chunk shape."""
     drafts_itself: bool = False
     """Whether it can guess drafts itself."""
+    draft_reads: int = 0
+    """Most tokens that its draft model reads before a step; 0 where it has none."""
 
     @property
     def decoding_shapes(self) -> tuple[StepShape, ...]:

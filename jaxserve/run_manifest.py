@@ -23,7 +23,7 @@ from jaxserve.version import __version__
 
 if TYPE_CHECKING:
     from jaxserve.config import EngineConfig
-    from jaxserve.engine.build import EngineOptions
+    from jaxserve.engine.options import EngineOptions
 
 Entries = Mapping[str, Any]
 """JSON values by name, tables within tables."""
@@ -149,6 +149,7 @@ def manifest_of(
     policy: SchedulerPolicy,
     prefix_caching: bool,
     sampling_defaults: Entries,
+    draft_fingerprint: str | None = None,
 ) -> RunManifest:
     """The manifest of a model on an engine.
 
@@ -161,8 +162,9 @@ def manifest_of(
         policy: of the host loop.
         prefix_caching: likewise.
         sampling_defaults: what holds where a request leaves a parameter out.
+        draft_fingerprint: of the model that drafts, if one does.
     """
-    own = {"model", "cache", "recipe", "compute_format", "stored_formats"}
+    own = {"model", "cache", "recipe", "compute_format", "stored_formats", "draft"}
     compiled = {
         field.name: getattr(config, field.name)
         for field in dataclasses.fields(config)
@@ -178,14 +180,20 @@ def manifest_of(
             "policy": policy,
             "prefix_caching": prefix_caching,
             "host_kv_memory": options.host_kv_memory,
-            "speculative": options.speculative,
+            "speculative": options.speculative if config.draft is None else "draft",
         },
+        **({} if config.draft is None else {"draft": _draft_entries(config.draft, draft_fingerprint)}),
         "sampling": {"defaults": sampling_defaults},
         "machine": _machine([size for _, size in config.mesh] or [1]),
         "versions": _versions(),
         "environment": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
     }
     return RunManifest(_plain(entries))
+
+
+def _draft_entries(config: EngineConfig, fingerprint: str | None) -> Entries:
+    """What drafts: no answer depends on it, but how fast they come."""
+    return {"family": config.model.family, "fingerprint": fingerprint, "precision": precision_of(config)}
 
 
 def _machine(mesh: Sequence[int]) -> Entries:

@@ -15,7 +15,7 @@ from server.route_arguments import RouteArguments, model_name
 
 if TYPE_CHECKING:
     from jaxserve.config import EngineConfig
-    from jaxserve.engine.build import EngineOptions
+    from jaxserve.engine.options import EngineOptions
     from jaxserve.opened_model import OpenedModel
     from jaxserve.run_manifest import RunManifest
     from jaxserve.scheduling import SchedulerPolicy
@@ -112,7 +112,7 @@ class ModelLoader:
         Whatever can be known to be wrong with any of them is said here, before the first one's weights are
         read.
         """
-        from jaxserve.engine.build import EngineOptions
+        from jaxserve.engine.options import EngineOptions
         from jaxserve.opened_model import open_model
 
         options = [EngineOptions(**route.settings) for route in self._routes]
@@ -126,6 +126,7 @@ class ModelLoader:
             for route, (policy, frozen), chosen in zip(self._routes, self._policies, options, strict=True)
         ]
         for one in planned:
+            one.model.draft_checkpoint(one.options, progress=self._progress)
             if one.frozen is not None:
                 one.check_drift(one.manifest(one.model.configure(one.options)))
         return planned

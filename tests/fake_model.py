@@ -61,6 +61,9 @@ class FakeModel:
         limits = fake_limits(options.max_model_len or 128, options.num_slots or 4)
         return limits if options.speculative is None else replace(limits, max_drafts=options.max_drafts)
 
+    def draft_checkpoint(self, options: Any, *, progress: bool = False) -> None:
+        """Nothing drafts."""
+
     def cache_identity(self, engine: FakeEngine) -> CacheIdentity:
         return CACHE
 

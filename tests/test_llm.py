@@ -14,7 +14,7 @@ from typing import Any, get_type_hints
 import pytest
 
 from jaxserve import LLM, AnswerDelta, SamplingParams, start_engine
-from jaxserve.engine.build import EngineOptions
+from jaxserve.engine.options import EngineOptions
 from jaxserve.loop import LoopStoppedError
 from jaxserve.opened_model import EngineSettings
 from jaxserve.plan import StepHandle, StepResult

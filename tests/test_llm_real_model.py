@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from jaxserve import LLM, OpenedModel, RequestOutput, SamplingParams, open_model, start_engine
-from jaxserve.engine.build import EngineOptions
+from jaxserve.engine.options import EngineOptions
 
 
 class Reused(OpenedModel):

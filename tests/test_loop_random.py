@@ -18,8 +18,9 @@ from jaxserve.scheduling.offload import Offload
 from jaxserve.scheduling.offload_cost import Rate, TransferRates
 from jaxserve.scheduling.offload_tier import Bytes, HostMemoryTier, TierRead
 from jaxserve.scheduling.page_swap import PageSwap
-from jaxserve.speculation import Speculation
+from jaxserve.speculation import EngineDrafter, Speculation
 from tests.drafters import foreseeing
+from tests.fake_draft_model import FakeDraftingEngine
 from tests.fake_engine import FakeEngine, make_limits
 from tests.fake_sequence import expected_answer
 from tests.policies import UNFORESEEN
@@ -95,6 +96,7 @@ class LoopMachine(RuleBasedStateMachine):
         max_iterations=st.sampled_from([1, 1, 4]),
         max_drafts=st.sampled_from([0, 0, 1, 4]),
         adaptive=st.booleans(),
+        drafts_itself=st.booleans(),
         tier=st.fixed_dictionaries(
             {
                 "num_slots": st.sampled_from([0, 2, 9, 50, 50]),
@@ -116,6 +118,7 @@ class LoopMachine(RuleBasedStateMachine):
         max_iterations: int,
         max_drafts: int,
         adaptive: bool,
+        drafts_itself: bool,
         tier: dict[str, Any],
         slowness: float,
         policy: SchedulerPolicy,
@@ -131,7 +134,8 @@ class LoopMachine(RuleBasedStateMachine):
             max_iterations=max_iterations,
             max_drafts=max_drafts,
         )
-        engine = FakeEngine(self.limits)
+        by_model = drafts_itself and max_drafts > 0 and 0 in windows
+        engine = FakeDraftingEngine(self.limits) if by_model else FakeEngine(self.limits)
         engine.domain_of = lambda load: self.domains[load.seed]
         self.now = 0.0
         cache = CacheIdentity(model="fake", kv_format="fake") if caches else None
@@ -145,7 +149,7 @@ class LoopMachine(RuleBasedStateMachine):
         """Every sample with its prompt, for the drafters to know."""
         speculation = (
             Speculation(
-                drafter=foreseeing(self.texts, self.limits.vocab_size),
+                drafter=EngineDrafter if by_model else foreseeing(self.texts, self.limits.vocab_size),
                 max_drafts=max_drafts,
                 adaptive=adaptive,
             )

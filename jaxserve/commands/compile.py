@@ -70,7 +70,7 @@ class Compile:
         self, args: argparse.Namespace, machine: Machine, axes: MeshAxes, model: ModelConfig, chip: Chip
     ) -> int:
         from jaxserve.engine.ahead import prepare_ahead
-        from jaxserve.engine.build import EngineOptions
+        from jaxserve.engine.options import EngineOptions
 
         options = EngineOptions(
             max_model_len=args.max_model_len or min(model.max_position, DEFAULT_MAX_MODEL_LEN),

@@ -14,7 +14,7 @@ from jaxserve.config import FloatFormat, KvFormat
 from jaxserve.interrupts import interrupts_deferred
 
 if TYPE_CHECKING:
-    from jaxserve.engine.build import EngineOptions
+    from jaxserve.engine.options import EngineOptions
     from jaxserve.evaluation import Plan, Text
     from jaxserve.opened_model import OpenedModel
     from jaxserve.text import Tokenizer
@@ -110,7 +110,7 @@ def _require_plain(model: OpenedModel) -> None:
 
 def _options(args: argparse.Namespace) -> tuple[EngineOptions, EngineOptions]:
     """How the model runs, and how the reference does."""
-    from jaxserve.engine.build import EngineOptions, engine_options
+    from jaxserve.engine.options import EngineOptions, engine_options
 
     settings = read_engine_settings(args, num_slots=args.slots)
     shared: Any = {name: settings.get(name) for name in _SHARED_SETTINGS}

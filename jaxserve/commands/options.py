@@ -28,6 +28,7 @@ _ENGINE_ARGUMENTS = (
     "max_chunk",
     "speculative",
     "mesh",
+    "draft_quantize",
 )
 _SAMPLING_ARGUMENTS = (
     "max_tokens",
@@ -119,6 +120,12 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         help="devices that share the model: tensor=N, expert=N, or both, or auto (default: one device)",
     )
     add("--speculative", type=parse_speculative, metavar="HOW", help=f"draft answers, {SPECULATIVE_HELP}")
+    add(
+        "--draft-quantize",
+        type=recipe_name,
+        metavar="RECIPE",
+        help="number formats of a draft model's weights (default: as --quantize)",
+    )
     add(
         "--deterministic",
         action=argparse.BooleanOptionalAction,

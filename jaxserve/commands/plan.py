@@ -290,7 +290,7 @@ def _compile(args: argparse.Namespace, candidate: Candidate, sizes: Sizes) -> li
     machine.require_compiler()
     os.environ.update(COMPILER_ENVIRONMENT)
     from jaxserve.engine.ahead import prepare_ahead
-    from jaxserve.engine.build import EngineOptions
+    from jaxserve.engine.options import EngineOptions
     from sharding import TENSOR
 
     options = EngineOptions(

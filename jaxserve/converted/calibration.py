@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.config import EngineConfig
-from jaxserve.engine.build import EngineOptions, configure, layer_loop_for, load_parameters, local_target
+from jaxserve.engine.build import configure, layer_loop_for, load_parameters, local_target
+from jaxserve.engine.options import EngineOptions
 from jaxserve.model.cache import Cache, make_cache, page_layouts
 from jaxserve.model.layers import rms_norm
 from jaxserve.model.peaks import Peaks, no_peaks, peaks_by_name

@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 from jax.sharding import Mesh
 
 from jaxserve.config import EngineConfig, ModelConfig
-from jaxserve.engine.build import EngineOptions, layer_loop_for, resolve_config, resolve_dtype
+from jaxserve.engine.build import layer_loop_for, resolve_config, resolve_dtype
 from jaxserve.engine.collectives import collectives
 from jaxserve.engine.ladder import chunk_shapes, decode_shapes
 from jaxserve.engine.memory import free_for_pages, shard_bytes, weight_bytes
+from jaxserve.engine.options import EngineOptions
 from jaxserve.engine.programs import AbstractEngine, abstract_engine
 from jaxserve.engine.step import PlanFormat
 from jaxserve.plan import StepShape

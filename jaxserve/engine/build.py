@@ -4,31 +4,32 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, get_args
+from dataclasses import replace
 
 import jax
 
-from jaxserve.config import CacheConfig, EngineConfig, FloatFormat, KvFormat, LogprobsMode, ModelConfig
+from jaxserve.config import CacheConfig, EngineConfig, FloatFormat, KvFormat, ModelConfig
+from jaxserve.engine.chain_drafts import DRAFT_PARAMETERS
 from jaxserve.engine.compile_cache import compile_counter, enable_compilation_cache
 from jaxserve.engine.engine import DeviceEngine
 from jaxserve.engine.loading import named_parameters, reported, stored_as
-from jaxserve.engine.memory import default_pool, free_for_pages, free_memory, weight_bytes
-from jaxserve.engine.mesh import AUTO, resolve_mesh, spread_model
+from jaxserve.engine.memory import free_for_pages, free_memory, weight_bytes
+from jaxserve.engine.mesh import resolve_mesh, spread_model
+from jaxserve.engine.options import EngineOptions
 from jaxserve.engine.parameters import place_parameters
+from jaxserve.engine.pool_size import resolve_pages
 from jaxserve.engine.programs import compile_programs
 from jaxserve.engine.state import MAX_EOS_IDS
 from jaxserve.model.cache import page_layouts
 from jaxserve.model.transformer import LayerLoop, Params
 from jaxserve.quantization import STORED, recipe_in_force, recipe_named, recipe_of_label
 from jaxserve.sizes import DRAFT_ROWS, default_sizes, ladder, lowest_chunk
-from jaxserve.speculation import DEFAULT_MAX_DRAFTS, read_speculative
+from jaxserve.speculation import read_speculative
 from jaxserve.weights import AnyCheckpoint, Checkpoint, cache_home
 from pallas_kernels import native
 from pallas_kernels.dispatch import Target, default_target
-from pallas_kernels.page_layout import PageLayout
 from pallas_kernels.ragged_paged_attention import reads_pages_natively
 from sharding import TENSOR, MeshAxes, make_mesh, mesh_name, mesh_size, parse_mesh
 
@@ -41,109 +42,31 @@ SHAPE_INVARIANT_ROWS = 4
 """Fewest of a step in the shape-invariant mode, unless products are exact: XLA on CPU multiplies a single row
 with another kernel, in another order, than two or more."""
 
-_SIZES = ("max_model_len", "num_slots", "page_size", "kv_memory", "host_kv_memory", "num_pages", "max_chunk")
-_CHOICES = {
-    "dtype": ("auto", "float32", "bfloat16"),
-    "kv_format": ("auto", *get_args(KvFormat)),
-    "logprobs_mode": ("raw", "processed"),
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineOptions:
-    """What a user may choose; None and "auto" are chosen from the model and the machine."""
-
-    max_model_len: int | None = None
-    """Longest sequence in tokens; by default the model's own limit."""
-    num_slots: int | None = None
-    """Sequences that can run at once; by default 16 on CPU, 64 elsewhere."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of weights and activations; float32 on CPU, bfloat16 elsewhere."""
-    quantize: str | None = None
-    """Recipe of the weights, see `jaxserve.quantization.recipe_named`; None keeps them in `dtype`, or as the
-    checkpoint stores them if it is quantised already. "f32" or "bf16" widens such weights; blocks of GGUF are
-    widened to `dtype` on CPU, where it is quicker, unless "stored" keeps them."""
-    kv_format: Literal["auto", "float32", "bfloat16", "int8", "float8_e4m3fn"] = "auto"
-    """Of the KV pool; by default as `dtype`."""
-    page_size: int | None = None
-    """Tokens on a page; by default 16 on CPU, 64 elsewhere."""
-    kv_memory: int | None = None
-    """Bytes of the KV pool, of all devices together; by default at most 1 GiB on CPU, elsewhere
-    90 % of what the weights leave."""
-    host_kv_memory: int | None = None
-    """Bytes of the host's memory that keep what the KV pool has no room for; by default none. Needs prefix
-    caching."""
-    num_pages: int | None = None
-    """Pages of each cache group instead."""
-    max_chunk: int | None = None
-    """Rows of the largest step; by default 256 on CPU, 1024 elsewhere."""
-    deterministic: bool | None = None
-    """Shape-invariant numerics: a row's logits are bitwise the same whatever shares its step. By default
-    where that costs nothing: on CPU with its own kernels, in a recipe that sums integers (`int8`)."""
-    logprobs_mode: LogprobsMode = "raw"
-    """Log-probabilities of the model itself, or of the distribution that was sampled from."""
-    max_logprobs: int = 20
-    """Most alternatives that a request may ask for at each position."""
-    max_iterations: int = 1
-    """Tokens of each sequence that one decode step may compute while no one waits; above 1 decode steps are
-    compiled twice."""
-    speculative: str | None = None
-    """What drafts answers, for a step to verify several tokens at once; answers are the same. "ngram": their
-    own text; "skip:N": the model's first N layers; None drafts nothing."""
-    max_drafts: int = DEFAULT_MAX_DRAFTS
-    """Most drafts of an answer in a step."""
-    mesh: str | None = None
-    """Devices that share the model: `tensor=N`, `expert=N`, both with a comma, or "auto", the fewest on which
-    weights leave as much memory to pages; None takes the first device."""
-
-    def __post_init__(self) -> None:
-        for name in _SIZES:
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name} {value!r} is not a whole number from 1 up")
-        for name in ("max_logprobs", "max_iterations", "max_drafts"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} {value!r} is not a whole number from 1 up")
-        if self.speculative is not None:
-            try:
-                read_speculative(self.speculative)
-            except ValueError as error:
-                raise ValueError(f"speculative {error}") from error
-        for name, known in _CHOICES.items():
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name} {getattr(self, name)!r} is not one of {', '.join(map(str, known))}")
-        if self.quantize is not None:
-            recipe_named(self.quantize)
-        if self.mesh not in (None, AUTO):
-            parse_mesh(self.mesh)
-
-
-def engine_options(settings: Mapping[str, Any]) -> EngineOptions:
-    """Options from keyword arguments. Raises TypeError, listing the options, for one that does not exist."""
-    known = [option.name for option in fields(EngineOptions)]
-    for name in settings:
-        if name not in known:
-            raise TypeError(f"unexpected keyword argument {name!r}; the options are {', '.join(known)}")
-    return EngineOptions(**settings)
-
 
 def build_engine(
     checkpoint: AnyCheckpoint,
     options: EngineOptions,
     *,
+    draft: AnyCheckpoint | None = None,
     params: Params | None = None,
     on_progress: Progress = lambda stage, done, total: None,
 ) -> DeviceEngine:
-    """Load a model and compile its steps. `params` are its parameters if `load_parameters` has read them.
+    """Load a model and compile its steps.
+
+    Args:
+        checkpoint: the model.
+        options: how it runs.
+        draft: the model that drafts, where the options say that one does.
+        params: the model's parameters if `load_parameters` has read them.
+        on_progress: hears how far it is.
 
     Raises ValueError, naming the value and the limit, for options that the model or the machine cannot meet.
     """
-    config = configure(checkpoint, options, loaded=params is not None)
+    config = configure(checkpoint, options, draft, loaded=params is not None)
     layer_loop = layer_loop_for(jax.default_backend())
     # Programs are compiled from shapes alone, so the weights are read meanwhile.
     with ThreadPoolExecutor(1, "jaxserve-load") as pool:
-        loaded = pool.submit(lambda: params or load_parameters(checkpoint, config, on_progress))
+        loaded = pool.submit(_load_all, checkpoint, draft, config, params, on_progress)
         programs = compile_programs(
             config,
             layer_loop,
@@ -151,6 +74,20 @@ def build_engine(
             on_progress=lambda done, total: on_progress("compile", done, total),
         )
         return DeviceEngine(config, loaded.result(), programs)
+
+
+def _load_all(
+    checkpoint: AnyCheckpoint,
+    draft: AnyCheckpoint | None,
+    config: EngineConfig,
+    params: Params | None,
+    on_progress: Progress,
+) -> Params:
+    """The parameters, a draft model's among them."""
+    params = params or load_parameters(checkpoint, config, on_progress)
+    if draft is None or config.draft is None:
+        return params
+    return {**params, DRAFT_PARAMETERS: load_parameters(draft, config.draft)}
 
 
 def local_target() -> Target:
@@ -164,10 +101,20 @@ def local_target() -> Target:
     return replace(target, native=failure is None)
 
 
-def configure(checkpoint: AnyCheckpoint, options: EngineOptions, *, loaded: bool = False) -> EngineConfig:
+def configure(
+    checkpoint: AnyCheckpoint,
+    options: EngineOptions,
+    draft: AnyCheckpoint | None = None,
+    *,
+    loaded: bool = False,
+) -> EngineConfig:
     """What an engine of these options compiles against, on this machine; its compilation cache is ready then.
 
-    `loaded` says that the weights lie on the devices already.
+    Args:
+        checkpoint: the model.
+        options: how it runs.
+        draft: the model that drafts, where the options say that one does.
+        loaded: whether the weights lie on the devices already.
 
     Raises ValueError, naming the value and the limit, for options that the model or the machine cannot meet.
     """
@@ -177,15 +124,27 @@ def configure(checkpoint: AnyCheckpoint, options: EngineOptions, *, loaded: bool
     options = _with_recipe(options, checkpoint)
 
     def resolved(options: EngineOptions) -> EngineConfig:
-        return stored_as(resolve_here(model, options), checkpoint, options.quantize)
+        config = resolve_here(model, options, draft.config if draft else None)
+        if draft is not None:
+            assert config.draft is not None, "it has been given one"
+            config = replace(config, draft=_drafting_config(config.draft, draft, options))
+        return stored_as(config, checkpoint, options.quantize)
 
     def own_weights(axes: MeshAxes) -> int:
         config = resolved(replace(options, mesh=None, num_pages=2))
-        recipe = recipe_in_force(config)
-        return weight_bytes(model, config.compute_format, layer_loop_for(platform), recipe, axes)
+        return sum(
+            weight_bytes(one.model, one.compute_format, layer_loop_for(platform), recipe_in_force(one), axes)
+            for one in (config, config.draft)
+            if one is not None
+        )
 
     free = functools.partial(free_memory, platform)
     axes = resolve_mesh(options.mesh, model, num_devices, platform, lambda: free(num_devices), own_weights)
+    if draft is not None and mesh_size(axes) > 1:
+        raise ValueError(
+            f"speculative {options.speculative!r} on {mesh_size(axes)} devices ({mesh_name(axes)}): "
+            "a draft model runs on one"
+        )
     options = replace(options, mesh=mesh_name(axes))
     if platform != "cpu" and options.kv_memory is None and options.num_pages is None:
         own_pool = free_for_pages(free(mesh_size(axes)), 0 if loaded else own_weights(axes))
@@ -193,18 +152,38 @@ def configure(checkpoint: AnyCheckpoint, options: EngineOptions, *, loaded: bool
     return resolved(options)
 
 
-def resolve_here(model: ModelConfig, options: EngineOptions) -> EngineConfig:
-    """Every size that an engine on this machine compiles against, and its numerics.
+def _drafting_config(config: EngineConfig, draft: AnyCheckpoint, options: EngineOptions) -> EngineConfig:
+    """The config of a draft model, with the formats of its own weights.
+
+    Without `draft_quantize` it is quantised as the model is, unless it has been already.
+    """
+    own = replace(options, quantize=options.draft_quantize)
+    if options.draft_quantize is None and (isinstance(draft, Checkpoint) or draft.recipe is None):
+        own = options
+    own = _with_recipe(own, draft)
+    dtype = resolve_dtype(own, jax.default_backend())
+    return stored_as(replace(config, recipe=_resolve_recipe(own), compute_format=dtype), draft, own.quantize)
+
+
+def resolve_here(
+    model: ModelConfig, options: EngineOptions, draft: ModelConfig | None = None
+) -> EngineConfig:
+    """Every size that an engine on this machine compiles against, and its numerics; `draft` as of
+    `resolve_config`.
 
     Raises ValueError, naming the value and the limit, for options that the model or the machine cannot meet.
     """
     platform = jax.default_backend()
-    dtype, max_model_len = resolve_dtype(options, platform), _resolve_max_model_len(options, model)
+    wants_draft = bool(options.speculative and read_speculative(options.speculative).model)
+    if wants_draft != (draft is not None):
+        need = "needs the draft model opened too" if wants_draft else "has no use for a draft model"
+        raise ValueError(f"speculative {options.speculative!r} {need}")
+    dtype, max_model_len = resolve_dtype(options, platform), _resolve_max_model_len(options, model, draft)
     axes = parse_mesh(options.mesh) if options.mesh else ()
-    config = resolve_config(model, options, platform, dtype, max_model_len, axes)
+    config = resolve_config(model, options, platform, dtype, max_model_len, axes, draft)
     if options.deterministic is None and _is_invariant_for_nothing(config):
         wanted = replace(options, deterministic=True)
-        return resolve_config(model, wanted, platform, dtype, max_model_len, axes)
+        return resolve_config(model, wanted, platform, dtype, max_model_len, axes, draft)
     return config
 
 
@@ -234,8 +213,10 @@ def resolve_config(
     dtype: FloatFormat,
     max_model_len: int,
     mesh: MeshAxes = (),
+    draft: ModelConfig | None = None,
 ) -> EngineConfig:
-    """Every size that the engine compiles against, whatever mesh the options name."""
+    """Every size that the engine compiles against, whatever mesh the options name. `draft` is the model that
+    drafts, if one does; whatever is its own, beside its pools, is as for `model` still."""
     model = spread_model(model, mesh)
     if len(model.eos_token_ids) > MAX_EOS_IDS:
         raise ValueError(f"{len(model.eos_token_ids)} end-of-sequence ids; the limit is {MAX_EOS_IDS}")
@@ -246,10 +227,19 @@ def resolve_config(
     max_chunk = options.max_chunk or sizes.max_chunk
     kv_format: KvFormat = dtype if options.kv_format == "auto" else options.kv_format
     fewest = _fewest_rows(model, options)
-    num_pages = _resolve_pages(
-        model, options, platform, kv_format, page_size, num_slots, max_model_len, max_chunk + num_slots
+    num_pages = resolve_pages(
+        model,
+        platform,
+        kv_format=kv_format,
+        page_size=page_size,
+        num_slots=num_slots,
+        max_model_len=max_model_len,
+        step_rows=max_chunk + num_slots,
+        num_pages=options.num_pages,
+        kv_memory=options.kv_memory,
+        draft=draft,
     )
-    return EngineConfig(
+    config = EngineConfig(
         model=model,
         cache=CacheConfig(page_size=page_size, num_pages=num_pages, kv_format=kv_format),
         max_model_len=max_model_len,
@@ -268,6 +258,7 @@ def resolve_config(
         moves_pages=options.host_kv_memory is not None,
         mesh=mesh,
     )
+    return config if draft is None else config.drafted_by(draft)
 
 
 def _fewest_rows(model: ModelConfig, options: EngineOptions) -> int:
@@ -296,7 +287,7 @@ def _chunk_rows(options: EngineOptions, fewest: int, num_slots: int, max_chunk: 
 
 def _resolve_draft_layers(options: EngineOptions, model: ModelConfig) -> int:
     """Layers that draft in the engine. Raises ValueError for more than all but the last."""
-    num_layers = read_speculative(options.speculative) if options.speculative else 0
+    num_layers = read_speculative(options.speculative).num_layers if options.speculative else 0
     if num_layers >= model.num_layers:
         raise ValueError(
             f"speculative {options.speculative!r}: the model has {model.num_layers} layers, of which 1 to "
@@ -349,39 +340,10 @@ def _resolve_recipe(options: EngineOptions) -> str | None:
     return options.quantize if options.quantize and recipe_named(options.quantize).rules else None
 
 
-def _resolve_max_model_len(options: EngineOptions, model: ModelConfig) -> int:
-    length = options.max_model_len or model.max_position
-    if not 2 <= length <= model.max_position:
-        raise ValueError(f"max_model_len {length} is out of range: the model takes 2 to {model.max_position}")
+def _resolve_max_model_len(options: EngineOptions, model: ModelConfig, draft: ModelConfig | None) -> int:
+    longest = model.max_position if draft is None else min(model.max_position, draft.max_position)
+    length = options.max_model_len or longest
+    if not 2 <= length <= longest:
+        which = "the model takes" if longest == model.max_position else "the draft model takes"
+        raise ValueError(f"max_model_len {length} is out of range: {which} 2 to {longest}")
     return length
-
-
-def _resolve_pages(
-    model: ModelConfig,
-    options: EngineOptions,
-    platform: str,
-    kv_format: KvFormat,
-    page_size: int,
-    num_slots: int,
-    max_model_len: int,
-    step_rows: int,
-) -> tuple[int, ...]:
-    """Pages of each group: what all slots could ever hold, or in proportion what the memory allows."""
-    wanted = [
-        num_slots * -(-min(max_model_len, window + step_rows if window else max_model_len) // page_size) + 2
-        for window in model.windows
-    ]
-    if options.num_pages is not None:
-        return tuple(min(options.num_pages, most) for most in wanted)
-    layers = [sum(kind.window == window for kind in model.layers) for window in model.windows]
-    page = PageLayout(page_size, model.num_kv_heads, model.head_size, 1, kv_format, kv_format)
-    page_bytes = [page.num_bytes(count) for count in layers]
-    budget = options.kv_memory or default_pool(platform)
-    share = min(1.0, budget / sum(pages * size for pages, size in zip(wanted, page_bytes, strict=True)))
-    num_pages = tuple(int(pages * share) for pages in wanted)
-    if min(num_pages) < 2:
-        raise ValueError(
-            f"{budget} bytes of KV memory hold {min(num_pages)} pages of {page_size} tokens "
-            "in a cache group; at least 2 are needed"
-        )
-    return num_pages

@@ -10,11 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxserve.config import EngineConfig
+from jaxserve.engine.chain_drafts import DRAFT_PARAMETERS
 from jaxserve.engine.compile_cache import compile_counter
 from jaxserve.engine.ladder import chunk_shapes, decode_shapes
 from jaxserve.engine.page_moves import PAGES_PER_MOVE, Bytes, DevicePageRead, page_calls
 from jaxserve.engine.programs import Programs, StepProgram, make_spread_state
-from jaxserve.engine.slots import pack_copies, pack_load, pack_masks
+from jaxserve.engine.slots import pack_copies, pack_load, pack_masks, pack_reads
 from jaxserve.engine.step import unpack_result
 from jaxserve.model.transformer import Params
 from jaxserve.plan import EngineLimits, IntArray, SlotLoad, StepHandle, StepPlan, StepResult
@@ -76,7 +77,8 @@ class DeviceEngine:
             copies_pages=True,
             max_iterations=config.max_iterations if decode_shapes(config) else 1,
             max_drafts=config.max_drafts,
-            drafts_itself=config.draft_layers > 0,
+            drafts_itself=config.draft_layers > 0 or config.draft is not None,
+            draft_reads=max(self._programs.reads, default=0),
         )
 
     def load_slot(self, load: SlotLoad) -> None:
@@ -97,6 +99,8 @@ class DeviceEngine:
     def dispatch(self, plan: StepPlan) -> StepHandle:
         """Start a step and return at once; steps run in the order of dispatch."""
         self._report_compiles()
+        if plan.reads is not None:
+            self._read(plan.reads)
         if plan.num_iterations == 1:
             program, counts = self._programs.steps[plan.shape], ()
         else:
@@ -140,6 +144,15 @@ class DeviceEngine:
             first = number * PAGES_PER_MOVE
             contents = program.unpack(data[first : first + PAGES_PER_MOVE])
             self._state = program.write(self._state, contents, call)
+
+    def _read(self, reads: IntArray) -> None:
+        """Have the draft model read computed tokens. Raises ValueError for more than it can at once."""
+        num_tokens, programs = int(reads[:, 2].sum()), self._programs.reads
+        width = next((width for width in sorted(programs) if width >= num_tokens), None)
+        if width is None:
+            raise ValueError(f"{num_tokens} tokens to read; the limits say {max(programs, default=0)}")
+        packed = pack_reads(reads, self._config)
+        self._state = programs[width](self._params[DRAFT_PARAMETERS], self._state, packed)
 
     def _iterated(self, plan: StepPlan) -> StepProgram:
         """The program for a plan of several iterations. Raises ValueError if there is none."""

@@ -19,3 +19,8 @@ def chunk_shapes(config: EngineConfig) -> tuple[StepShape, ...]:
         StepShape(rows, min(rows, config.num_slots), min(rows, config.chunk_logit_rows))
         for rows in config.chunk_rows
     )
+
+
+def read_widths(config: EngineConfig) -> tuple[int, ...]:
+    """The numbers of tokens that a draft model reads at once: few, that a pause has left, or of prompts."""
+    return tuple(sorted({min(16, config.chunk_rows[-1]), config.chunk_rows[-1]}) if config.draft else ())

@@ -17,8 +17,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.config import EngineConfig
+from jaxserve.engine.chain_drafts import DRAFT_PARAMETERS, read_known
 from jaxserve.engine.iterations import run_iterations
-from jaxserve.engine.ladder import chunk_shapes, decode_shapes
+from jaxserve.engine.ladder import chunk_shapes, decode_shapes, read_widths
 from jaxserve.engine.page_moves import PageProgram, compile_page_programs
 from jaxserve.engine.parameters import abstract_parameters
 from jaxserve.engine.shardings import everywhere, placed, shardings_of, state_shardings
@@ -31,6 +32,7 @@ from jaxserve.engine.slots import (
     pack_copies,
     pack_load,
     pack_masks,
+    pack_reads,
 )
 from jaxserve.engine.state import DeviceState, make_state, mask_words
 from jaxserve.engine.step import PlanFormat, run_step
@@ -74,6 +76,9 @@ class Programs:
     """Decode shapes for several iterations, if the engine is made for them."""
     pages: tuple[PageProgram, ...] = ()
     """For each cache group what moves its pages, if the engine is made for that."""
+    reads: Mapping[int, Callable[..., DeviceState]] = field(default_factory=dict[int, Any])
+    """By the most tokens what has a draft model read known ones: of its parameters, the state, which is
+    donated, and what `pack_reads` returns. Empty without one."""
     kernels: Mapping[str, str] = field(default_factory=dict[str, str])
     """By operation the implementations that the steps were compiled with."""
 
@@ -106,9 +111,7 @@ def abstract_engine(
     Raises ValueError, naming the axis and the sizes, where the mesh does not divide an array.
     """
     layouts = page_layouts(config, target.platform)
-    params = abstract_parameters(
-        config.model, config.compute_format, layer_loop, recipe_in_force(config), mesh
-    )
+    params = _abstract_parameters(config, layer_loop, mesh)
     state = abstract_state(config, target.platform, mesh)
     return AbstractEngine(Transformer(config, layouts, layer_loop, mesh, target), params, state)
 
@@ -166,8 +169,33 @@ def compile_programs(
         for shape in repeated:
             iterated[shape] = compile_step(shape, config.max_iterations)
             on_progress(1 + len(steps) + len(iterated), total)
+        reads = _compile_reads(abstract.transformer, abstract.params, abstract.state)
     logger.info("compiled or read %d steps in %.1f s", total - 1, time.monotonic() - started)
-    return Programs(slots, steps, iterated, pages, kernels)
+    return Programs(slots, steps, iterated, pages, reads, kernels)
+
+
+def _abstract_parameters(config: EngineConfig, layer_loop: LayerLoop, mesh: Mesh | None) -> dict[str, Any]:
+    """The shapes of all parameters, a draft model's included."""
+    recipe = recipe_in_force(config)
+    params = abstract_parameters(config.model, config.compute_format, layer_loop, recipe, mesh)
+    if config.draft is not None:
+        params[DRAFT_PARAMETERS] = _abstract_parameters(config.draft, layer_loop, mesh)
+    return params
+
+
+def _compile_reads(
+    transformer: Transformer, params: dict[str, Any], state: DeviceState
+) -> dict[int, Callable[..., DeviceState]]:
+    config = transformer.config
+    if config.draft is None:
+        return {}
+    nothing = pack_reads(None, config)
+    return {
+        num_rows: jax.jit(functools.partial(read_known, transformer, num_rows), donate_argnums=1)
+        .lower(params[DRAFT_PARAMETERS], state, nothing)
+        .compile()
+        for num_rows in read_widths(config)
+    }
 
 
 def _compile_slot_programs(config: EngineConfig, state: DeviceState, mesh: Mesh | None) -> SlotPrograms:

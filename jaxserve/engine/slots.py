@@ -152,6 +152,15 @@ def pack_masks(
     return _padded(slots, width, nowhere, np.int32), _padded(ahead, width, 0, np.int32), padded
 
 
+def pack_reads(reads: IntArray | None, config: EngineConfig) -> np.ndarray:
+    """[S, 3] what a draft model is to read, as in `StepPlan.reads`, padded to a row for each slot."""
+    packed = np.zeros((config.num_slots, 3), np.int32)
+    packed[:, 0] = config.num_slots
+    if reads is not None:
+        packed[: len(reads)] = reads
+    return packed
+
+
 def load_masks(
     state: DeviceState, slots_X: jax.Array, ahead_X: jax.Array, masks_XW: jax.Array
 ) -> DeviceState:

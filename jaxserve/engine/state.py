@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.config import EngineConfig
-from jaxserve.model.cache import Cache, make_cache
+from jaxserve.model.cache import Cache, draft_layouts, make_cache
 from jaxserve.plan import MAX_BIASES, MAX_STOP_IDS
 from pallas_kernels.page_layout import PageLayout
 
@@ -75,6 +75,9 @@ class DeviceState:
     counts: jax.Array
     """[N + 1, V] int32 occurrences in the answer, plus PROMPT_FLAG; kept only where penalties are used."""
     sampling: SlotSampling
+    draft_cache: Cache = ()
+    """Keys and values of a draft model, on the page ids of the model's full attention; empty without one.
+    Of what it has read nothing depends but how good its drafts are."""
 
 
 def make_state(config: EngineConfig, layouts: tuple[PageLayout, ...]) -> DeviceState:
@@ -105,6 +108,7 @@ def make_state(config: EngineConfig, layouts: tuple[PageLayout, ...]) -> DeviceS
         num_computed=jnp.zeros((rows,), jnp.int32),
         counts=jnp.zeros((rows, vocab), jnp.int32),
         sampling=sampling,
+        draft_cache=make_cache(config.draft, draft_layouts(config, layouts)) if config.draft else (),
     )
 
 

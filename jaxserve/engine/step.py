@@ -14,11 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.config import EngineConfig
+from jaxserve.engine.chain_drafts import make_drafts
+from jaxserve.engine.ragged import ragged_rows
 from jaxserve.engine.sampling import Sampled, sample, sampling_rows
-from jaxserve.engine.self_draft import make_drafts
 from jaxserve.engine.state import DeviceState
 from jaxserve.engine.verify import Drafts, enter_drafts, is_accepted
-from jaxserve.model.transformer import Params, Rows, Transformer
+from jaxserve.model.transformer import Params, Transformer
 from jaxserve.plan import StepPlan, StepResult, StepShape
 
 
@@ -36,6 +37,8 @@ class Batch:
     """int32 (slot, index, page); the padding's slot where unused."""
     draft_R: jax.Array
     """int32 the token of each logit row that is a draft, -1 for others; empty in shapes without drafts."""
+    unread_S: jax.Array
+    """int32 as in `StepPlan.unread`; empty where no draft model drafts."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,7 @@ class PlanFormat:
     max_iterations: int = 1
     max_drafts: int = 0
     """Most drafts of a sequence; 0 for a shape that has none."""
+    has_draft_model: bool = False
 
     @classmethod
     def of(cls, config: EngineConfig, shape: StepShape, max_iterations: int = 1) -> PlanFormat:
@@ -60,6 +64,7 @@ class PlanFormat:
             config.cache.page_size,
             max_iterations,
             0 if shape.decode else config.max_drafts,
+            config.draft is not None and not shape.decode,
         )
 
     @property
@@ -68,15 +73,16 @@ class PlanFormat:
         return self.shape.rows * self.max_iterations // self.page_size + self.shape.sequences
 
     @property
-    def _sizes(self) -> tuple[int, int, int, int, int]:
+    def _sizes(self) -> tuple[int, ...]:
         shape = self.shape
         num_grants = self.num_groups * self.num_grants * 3
         num_drafts = shape.logit_rows if self.max_drafts else 0
-        return shape.sequences, shape.sequences, shape.logit_rows, num_grants, num_drafts
+        num_unread = shape.sequences if self.has_draft_model else 0
+        return shape.sequences, shape.sequences, shape.logit_rows, num_grants, num_drafts, num_unread
 
     def pack(self, plan: StepPlan) -> np.ndarray:
         """The plan as one vector; its iterations travel beside it. Raises ValueError if it does not fit."""
-        slots, counts, logit_rows, grants, drafts = self._empty()
+        slots, counts, logit_rows, grants, drafts, unread = self._empty()
         num_sequences, row_ends = len(plan.slots), np.cumsum(plan.num_tokens)
         num_rows, num_logit_rows = plan.num_rows, int(plan.num_logit_rows.sum())
         if num_rows > self.shape.rows or num_logit_rows > self.shape.logit_rows:
@@ -99,15 +105,18 @@ class PlanFormat:
             if len(plan.drafts) > len(drafts):
                 raise ValueError(f"a plan with drafts for {self.shape}, which was compiled without")
             drafts[: len(plan.drafts)] = plan.drafts
-        return np.concatenate([slots, counts, logit_rows, grants.reshape(-1), drafts])
+        if plan.unread is not None:
+            unread[:num_sequences] = plan.unread
+        return np.concatenate([slots, counts, logit_rows, grants.reshape(-1), drafts, unread])
 
     def unpack(self, vector: jax.Array) -> Batch:
         """The vector as a batch, inside the step."""
         ends = np.cumsum(self._sizes)
-        slots, counts, logit_rows, grants, drafts = (
+        slots, counts, logit_rows, grants, drafts, unread = (
             vector[end - size : end] for end, size in zip(ends, self._sizes, strict=True)
         )
-        return Batch(slots, counts, logit_rows, grants.reshape(self.num_groups, self.num_grants, 3), drafts)
+        grants = grants.reshape(self.num_groups, self.num_grants, 3)
+        return Batch(slots, counts, logit_rows, grants, drafts, unread)
 
     def _empty(self) -> tuple[np.ndarray, ...]:
         shape = self.shape
@@ -118,7 +127,7 @@ class PlanFormat:
             np.zeros(shape.sequences, np.int32),
             np.full(shape.logit_rows, shape.rows, np.int32),
             grants,
-            np.full(self._sizes[-1], -1, np.int32),
+            *(np.full(size, -1, np.int32) for size in self._sizes[-2:]),
         )
 
 
@@ -146,7 +155,15 @@ def advance(
 
     `active_S` leaves sequences out, in a decode shape: their rows are padding.
     """
-    row_sequence_T, rows = _ragged_rows(state, batch, form, active_S)
+    row_sequence_T, rows = ragged_rows(
+        tuple(table[batch.slot_S] for table in state.page_table),
+        state.num_computed[batch.slot_S],
+        batch.num_tokens_S,
+        num_rows=form.shape.rows,
+        page_size=form.page_size,
+        single=form.shape.decode,
+        active_S=active_S,
+    )
     # Padding takes row 0 of the logits' input but the padding's own slot, so that it writes to no one.
     real_R = batch.logit_row_R < form.shape.rows
     row_R = jnp.where(real_R, batch.logit_row_R, 0)
@@ -157,9 +174,10 @@ def advance(
     drafts, drafts_RK, ahead_R = None, None, 0
     if form.max_drafts:
         drafts = Drafts(batch.draft_R, jnp.maximum(next_position_R - state.num_known[slot_R], 0))
-        if transformer.config.draft_layers:
+        if transformer.config.draft_layers or form.has_draft_model:
+            unread_S = batch.unread_S if form.has_draft_model else None
             state, drafts = make_drafts(
-                transformer, params, state, drafts, batch.slot_S, row_sequence_T[row_R]
+                transformer, params, state, drafts, batch.slot_S, row_sequence_T[row_R], unread_S
             )
         drafts_RK = drafts.before(form.max_drafts, unused=state.counts.shape[1])
         ahead_R = jnp.minimum(drafts.ahead, form.max_drafts)  # Rows of prompts may be further.
@@ -210,35 +228,6 @@ def grant_pages(state: DeviceState, batch: Batch) -> DeviceState:
     group_G1 = jnp.arange(slot_GX.shape[0], dtype=jnp.int32)[:, None]
     page_table = state.page_table.at[group_G1, slot_GX, index_GX].set(page_GX, mode="promise_in_bounds")
     return dataclasses.replace(state, page_table=page_table)
-
-
-def _ragged_rows(
-    state: DeviceState, batch: Batch, form: PlanFormat, active_S: jax.Array | None
-) -> tuple[jax.Array, Rows]:
-    """Which sequence each row belongs to, and the rows as the layers need them."""
-    row_T = jnp.arange(form.shape.rows, dtype=jnp.int32)
-    end_S = jnp.cumsum(batch.num_tokens_S)
-    start_S = end_S - batch.num_tokens_S
-    valid_T = row_T < end_S[-1]
-    sequence_T = row_T if form.shape.decode else jnp.sum(row_T[:, None] >= end_S[None], -1, dtype=jnp.int32)
-    sequence_T = jnp.minimum(sequence_T, form.shape.sequences - 1)
-    real_S = batch.num_tokens_S > 0
-    if active_S is not None:
-        valid_T, real_S = valid_T & active_S[sequence_T], real_S & active_S
-    computed_S = state.num_computed[batch.slot_S]
-    position_T = jnp.where(valid_T, computed_S[sequence_T] + row_T - start_S[sequence_T], 0)
-    page_table = tuple(table[batch.slot_S] for table in state.page_table)
-    page_TG = tuple(
-        jnp.where(valid_T, table[sequence_T, position_T // form.page_size], 0) for table in page_table
-    )
-    return sequence_T, Rows(
-        position_T=position_T,
-        valid_T=valid_T,
-        page_TG=page_TG,
-        page_table=page_table,
-        query_start_S1=jnp.concatenate([jnp.zeros((1,), jnp.int32), end_S]),
-        context_len_S=jnp.where(real_S, computed_S + batch.num_tokens_S, 0),
-    )
 
 
 def _append_tokens(

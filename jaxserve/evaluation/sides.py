@@ -10,7 +10,8 @@ from functools import cached_property
 import jax
 
 from jaxserve.config import EngineConfig
-from jaxserve.engine.build import EngineOptions, build_engine, configure, load_parameters
+from jaxserve.engine.build import build_engine, configure, load_parameters
+from jaxserve.engine.options import EngineOptions
 from jaxserve.model.cache import layer_places, page_layouts
 from jaxserve.model.transformer import Params
 from jaxserve.offline import OfflineLoop
@@ -62,7 +63,7 @@ class Side:
         """
         self.name = name
         self.options = options
-        self.config: EngineConfig = configure(model.checkpoint, options)
+        self.config: EngineConfig = model.configure(options)
         self._model = model
         self._progress = progress
 
@@ -81,7 +82,9 @@ class Side:
 
         Raises ValueError for a length beyond the model's.
         """
-        options = replace(self.options, max_model_len=max_model_len, num_slots=1, kv_memory=None)
+        options = replace(
+            self.options, max_model_len=max_model_len, num_slots=1, kv_memory=None, speculative=None
+        )
         return configure(self._model.checkpoint, options, loaded=True)
 
     def footprint(self) -> Footprint:
@@ -123,7 +126,13 @@ class Side:
         naming the value and the limit, for a prompt that could never be answered.
         """
         with StageBars(self._progress) as bars:
-            engine = build_engine(self._model.checkpoint, self.options, params=self.params, on_progress=bars)
+            engine = build_engine(
+                self._model.checkpoint,
+                self.options,
+                draft=self._model.draft_checkpoint(self.options),
+                params=self.params,
+                on_progress=bars,
+            )
         loop = OfflineLoop(loop_of(self._model, engine, self.options))
         for prompt in prompts:
             loop.check(prompt.token_ids, params)

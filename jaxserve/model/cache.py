@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import flax.struct
@@ -67,6 +68,22 @@ def page_layouts(config: EngineConfig, platform: str) -> tuple[PageLayout, ...]:
         )
         for num_pages in config.cache.num_pages
     )
+
+
+def draft_layouts(config: EngineConfig, layouts: tuple[PageLayout, ...]) -> tuple[PageLayout, ...]:
+    """The layouts of the pools of a draft model, one for each of its windows: pages as of full attention.
+
+    Args:
+        config: the model's that it drafts for.
+        layouts: of the groups of that model.
+    """
+    if config.draft is None:
+        return ()
+    model = config.draft.model
+    layout = dataclasses.replace(
+        layouts[config.full_group], num_kv_heads=model.num_kv_heads, head_size=model.head_size
+    )
+    return (layout,) * len(model.windows)
 
 
 def make_cache(config: EngineConfig, layouts: tuple[PageLayout, ...]) -> Cache:

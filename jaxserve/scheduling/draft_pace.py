@@ -6,7 +6,7 @@ from jaxserve.plan import EngineLimits, StepShape
 from jaxserve.scheduling.draft_tally import DraftingState
 from jaxserve.scheduling.request import Request
 from jaxserve.scheduling.step import ScheduledStep
-from jaxserve.speculation.budget import DraftingBudget
+from jaxserve.speculation.budget import Debt, DraftingBudget
 from jaxserve.speculation.gain import StepKind, StepSeconds
 
 _NUM_TIMED = 4
@@ -26,6 +26,7 @@ class DraftPace:
         self._limits = limits
         self._adaptive = adaptive
         self._budget = DraftingBudget()
+        self._debt = Debt()
         self._plain = StepSeconds()
         """Of steps that were not waited for."""
         self._waited = StepSeconds()
@@ -90,23 +91,33 @@ class DraftPace:
         """A step has been collected so long after the one before, and is about to be committed."""
         plan = step.plan
         kind = StepKind(plan.shape, num_rounds)
+        extra = 0.0
+        if plan.reads is not None:
+            # What a draft model reads beside serves the steps to come, and they pay for it.
+            extra = max(0.0, seconds - self._waited.predict(kind))
+            self._debt.add(extra)
+        paid = self._debt.pay()
         num_drafts = 0 if step.num_drafts is None else int(step.num_drafts.sum())
         self._share = 0.0
         if step.loads or plan.num_rows != len(step.rows) + num_drafts:
-            self._waited.hint(kind, seconds)  # It computes prompts too.
+            if plan.reads is None:
+                self._waited.hint(kind, seconds)  # It computes prompts too.
             return
         each = seconds / plan.num_iterations
         if not step.waited:
             self._plain.observe(kind, each)
             self._earn(plan.num_iterations)
+            if paid and each:
+                self._budget.settle(-paid / each)
             return
-        self._waited.observe(kind, each)
+        if plan.reads is None:
+            self._waited.observe(kind, each)
         plain = self._plain.mean(self.plain_kind(len(step.rows)))
         if plain:
             self._share, self._plain_step, self._num_sharing = plain, plain, len(step.rows)
             self.drafted_seconds += seconds
             self.plain_seconds += plain * plan.num_iterations
-            self._save(step.cohort.requests, plain * plan.num_iterations - seconds)
+            self._save(step.cohort.requests, plain * plan.num_iterations - seconds, put_off=extra - paid)
 
     def accept(self, requests: list[Request]) -> None:
         """Drafts of the step just observed have become tokens of these answers."""
@@ -114,11 +125,12 @@ class DraftPace:
             self.plain_seconds += self._share * len(requests) / self._num_sharing
             self._save(requests, self._share)
 
-    def _save(self, requests: list[Request], seconds: float) -> None:
-        """Each of these answers is so much ahead of plain decoding."""
+    def _save(self, requests: list[Request], seconds: float, *, put_off: float = 0.0) -> None:
+        """Each of these answers is so much ahead of plain decoding; so much of what was lost counts later."""
         for request in requests:
             request.drafts.seconds_saved += seconds
-        self._budget.settle(seconds * len(requests) / self._num_sharing / self._plain_step)
+        settled = seconds * len(requests) / self._num_sharing + put_off
+        self._budget.settle(settled / self._plain_step)
 
     def _earn(self, num_steps: int) -> None:
         rested = not self._budget.open

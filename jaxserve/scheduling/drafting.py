@@ -17,7 +17,9 @@ import numpy as np
 
 from jaxserve.plan import EngineLimits, IntArray, StepShape
 from jaxserve.scheduling.draft_pace import DraftPace
+from jaxserve.scheduling.draft_reading import DraftReading
 from jaxserve.scheduling.draft_tally import SpeculationStatistics
+from jaxserve.scheduling.pages import PagePool
 from jaxserve.scheduling.request import Request
 from jaxserve.scheduling.running_pages import RunningPages
 from jaxserve.scheduling.slots import SlotTable
@@ -63,7 +65,12 @@ class Drafting:
     """The drafters of the running requests. One that is preempted keeps its own."""
 
     def __init__(
-        self, speculation: Speculation, limits: EngineLimits, table: SlotTable, pages: RunningPages
+        self,
+        speculation: Speculation,
+        limits: EngineLimits,
+        table: SlotTable,
+        pages: RunningPages,
+        pool: PagePool,
     ) -> None:
         """Raises ValueError for more drafts than the engine's steps take, or if it is to draft and cannot."""
         if speculation.max_drafts > limits.max_drafts:
@@ -75,6 +82,9 @@ class Drafting:
         self._speculation = speculation
         self._table = table
         self._pages = pages
+        self._reading = (
+            DraftReading(limits, table, pool) if speculation.in_engine and limits.draft_reads else None
+        )
         self._pace = DraftPace(limits, adaptive=speculation.adaptive)
         self._followers: dict[Request, _Follower] = {}
         self._acceptance: defaultdict[int, Acceptance] = defaultdict(Acceptance)
@@ -103,6 +113,8 @@ class Drafting:
 
     def fill(self, step: StepBuilder) -> None:
         """Let those of the step that decode verify drafts, where that pays and there are rows and pages."""
+        if self._reading is not None:
+            self._reading.settle()
         decoding = step.decoding
         if not len(decoding):
             return
@@ -110,7 +122,7 @@ class Drafting:
             self._trials_left = _NUM_TRIALS
             return
         step.waited = True
-        proposals = self._propose(decoding)
+        proposals = self._propose(step)
         if not proposals:
             return
         self._pace.note_drafts()
@@ -138,11 +150,14 @@ class Drafting:
         """The request has ended."""
         self._followers.pop(request, None)
 
-    def _propose(self, decoding: IntArray) -> list[_Proposal]:
+    def _propose(self, step: StepBuilder) -> list[_Proposal]:
         """Drafts for those that decode: they follow what has arrived, and leave room for one more token."""
-        table = self._table
+        table, decoding = self._table, step.decoding
         room = np.minimum(table.max_known[decoding] - table.known[decoding] - 1, self._speculation.max_drafts)
         room[table.pending[decoding] > 0] = 0
+        if self._reading is not None:
+            step.reads = self._reading.read_on(decoding, (room > 0) & ~table.gated[decoding])
+            room[self._reading.unread(decoding) < 0] = 0
         proposals: list[_Proposal] = []
         for place in room.nonzero()[0].tolist():
             request = table.at(decoding[place])
@@ -206,7 +221,17 @@ class Drafting:
             one.follower.num_drafted, one.follower.grade = len(tokens), one.follower.drafter.grade
             one.request.drafts.num_verifications += bool(tokens)
             one.request.drafts.num_drafted += len(tokens)
-        step.verify(Drafts(in_step, np.array(list(chain(*chosen)), np.int32)))
+        step.verify(
+            Drafts(in_step, np.array(list(chain(*chosen)), np.int32), self._read_along(step, in_step))
+        )
         self._num_verifications += int(np.count_nonzero(counts))
         self._num_drafted += int(counts.sum())
         self._trials_left = max(0, self._trials_left - 1)
+
+    def _read_along(self, step: StepBuilder, num_drafts: IntArray) -> IntArray | None:
+        """As in `StepPlan.unread`, of those that decode."""
+        if self._reading is None:
+            return None
+        unread = self._reading.unread(step.decoding)
+        self._reading.read_drafts(step.decoding, unread, num_drafts)
+        return unread

@@ -35,6 +35,7 @@ class PagePool:
             raise ValueError(f"every cache group needs at least 2 pages, got {tuple(num_pages)}")
         self.num_pages = tuple(num_pages)
         self._references = [[0] * pages for pages in num_pages]
+        self._num_uses = [[0] * pages for pages in num_pages]
         self._free = [list(range(pages - 1, 0, -1)) for pages in num_pages]
         self._deferred: deque[tuple[int, int, int]] = deque()
         self._last_use = [[0] * pages for pages in num_pages]
@@ -65,6 +66,7 @@ class PagePool:
         page = self._free[group].pop()
         assert self._references[group][page] == 0, f"page {page} of group {group} was free and held"
         self._references[group][page] = 1
+        self._num_uses[group][page] += 1
         return page
 
     def retain(self, group: int, page: int) -> None:
@@ -101,6 +103,10 @@ class PagePool:
     def num_references(self, group: int, page: int) -> int:
         """How many hold the page."""
         return self._references[group][page]
+
+    def num_uses(self, group: int, page: int) -> int:
+        """How many times the page has been taken from the free ones: its content is another each time."""
+        return self._num_uses[group][page]
 
     def held_once(self, group: int, page: int) -> bool:
         """Whether one more release would free the page."""

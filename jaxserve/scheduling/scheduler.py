@@ -86,7 +86,9 @@ class Scheduler:
         self._prompts = SharedPrompts(self._pool, limits, self.cache)
         self._pages = RunningPages(self._pool, limits, self._table, self._queue, self._prompts, self.cache)
         self.drafting = (
-            None if speculation is None else Drafting(speculation, limits, self._table, self._pages)
+            None
+            if speculation is None
+            else Drafting(speculation, limits, self._table, self._pages, self._pool)
         )
         room = Room(
             limits,

@@ -90,6 +90,8 @@ class Drafts(NamedTuple):
     """[S] for each sequence; 0 for some."""
     tokens: IntArray
     """[sum of counts] one sequence's after the other's."""
+    unread: IntArray | None = None
+    """[S] as in `StepPlan.unread`."""
 
 
 class StepBuilder:
@@ -125,6 +127,8 @@ class StepBuilder:
         """Tokens that each sequence computes one after another, if all only decode."""
         self.drafts: Drafts | None = None
         """What those that only decode verify."""
+        self.reads: IntArray | None = None
+        """As in `StepPlan`."""
         self.waited = False
         """As in `ScheduledStep`."""
         self._chunks: list[tuple[int, Chunk, int]] = []
@@ -215,7 +219,16 @@ class StepBuilder:
         num_rows = int(num_tokens.sum())
         shape = self._limits.fit(num_rows, len(slots), int(row_ends[-1]), num_rows == len(slots))
         return ScheduledStep(
-            StepPlan(slots, num_tokens, num_logit_rows, granted, shape, drafts=self._draft_rows(row_ends)),
+            StepPlan(
+                slots,
+                num_tokens,
+                num_logit_rows,
+                granted,
+                shape,
+                drafts=self._draft_rows(row_ends),
+                unread=self._unread(len(slots)),
+                reads=self.reads,
+            ),
             tuple(self._loads),
             tuple(self._admitted),
             self._table.cohort(sampling),
@@ -232,7 +245,7 @@ class StepBuilder:
         ones, rows = np.ones(size, np.int32), np.arange(size, dtype=np.int32)
         self._count(slots, 1, slots)
         shape = self._limits.fit(size, size, size, True)
-        plan = StepPlan(slots, ones, ones, granted, shape, self.num_iterations)
+        plan = StepPlan(slots, ones, ones, granted, shape, self.num_iterations, reads=self.reads)
         return ScheduledStep(plan, (), (), self._table.cohort(slots), rows, (), waited=self.waited)
 
     def _count(self, slots: IntArray, num_tokens: IntArray | int, sampling: IntArray) -> None:
@@ -281,6 +294,14 @@ class StepBuilder:
         is_draft[ends - self.drafts.counts - 1] = False
         rows[: ends[-1]][is_draft] = self.drafts.tokens
         return rows
+
+    def _unread(self, num_sequences: int) -> IntArray | None:
+        """As in `StepPlan`: whoever computes a prompt is left out."""
+        if self.drafts is None or self.drafts.unread is None:
+            return None
+        unread = np.full(num_sequences, -1, np.int32)
+        unread[: len(self.decoding)] = self.drafts.unread
+        return unread
 
     def _score(self, row_ends: IntArray) -> tuple[ScoredRows, ...]:
         """The prompt log-probs that the step will bring, counted as asked for."""

@@ -3,6 +3,7 @@
 from jaxserve.speculation.choices import (
     DEFAULT_MAX_DRAFTS,
     SPECULATIVE_HELP,
+    Choice,
     named_speculation,
     read_speculative,
 )
@@ -12,6 +13,7 @@ from jaxserve.speculation.ngram import NgramDrafter
 __all__ = [
     "DEFAULT_MAX_DRAFTS",
     "SPECULATIVE_HELP",
+    "Choice",
     "Drafter",
     "EngineDrafter",
     "NgramDrafter",

@@ -8,6 +8,27 @@ _STAKE = 0.5
 """In plain steps, what is at stake each time that drafting is tried."""
 _MOST = 4.0
 """In plain steps, how much of what has been saved lately may be lost again before drafting rests."""
+_TERM = 32
+"""Steps over which most of what has been invested is paid back."""
+
+
+class Debt:
+    """What has been spent for the steps to come, which pay it back little by little."""
+
+    __slots__ = ("_seconds",)
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+
+    def add(self, seconds: float) -> None:
+        """So much has been spent."""
+        self._seconds += seconds
+
+    def pay(self) -> float:
+        """Seconds that one more step has to pay."""
+        paid = self._seconds / _TERM
+        self._seconds -= paid
+        return paid
 
 
 class DraftingBudget:

@@ -2,31 +2,64 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from jaxserve.speculation.drafter import EngineDrafter, Speculation
 from jaxserve.speculation.ngram import NgramDrafter
 
-SPECULATIVE_HELP = "ngram: as their own text went on before; skip:N: by the model's first N layers"
+SPECULATIVE_HELP = (
+    "ngram: as their own text went on before; skip:N: by the model's first N layers; draft:MODEL: by a "
+    "second model with the same vocabulary"
+)
 DEFAULT_MAX_DRAFTS = 7
 """A step of eight rows, which are a multiple of what machines like."""
 
 
-def read_speculative(name: str) -> int:
-    """Layers of the model that are to draft in the engine; 0 where drafts come from the host.
+@dataclass(frozen=True)
+class Choice:
+    """What drafts, as its name says."""
 
-    Raises ValueError for a name that is none of "ngram" and "skip:N", with N from 1 up.
+    name: str
+    num_layers: int = 0
+    """Layers of the model that draft in the engine; 0 where something else drafts."""
+    model: str = ""
+    """The model that drafts in the engine, as any is named; "" where something else drafts."""
+
+    @property
+    def in_engine(self) -> bool:
+        """Whether the engine drafts."""
+        return bool(self.num_layers or self.model)
+
+    @property
+    def label(self) -> str:
+        """The name for metrics and receipts: of a model in a folder, without the folder's place."""
+        is_path = self.model.startswith((".", "~", "/")) or self.model.count("/") > 1
+        return f"draft:{self.model.rstrip('/').rpartition('/')[2]}" if is_path else self.name
+
+
+def read_speculative(name: str) -> Choice:
+    """What a name stands for.
+
+    Raises ValueError for one that is none of "ngram", "skip:N", with N from 1 up, and "draft:MODEL".
     """
-    kind, _, number = name.partition(":")
+    kind, _, rest = name.partition(":")
     if name == "ngram":
-        return 0
-    if kind == "skip" and number.isdecimal() and int(number):
-        return int(number)
-    raise ValueError(f"{name!r} is not one of ngram, skip:N (N layers, from 1 up)")
+        return Choice(name)
+    if kind == "skip" and rest.isdecimal() and int(rest):
+        return Choice(name, num_layers=int(rest))
+    if kind == "draft" and rest:
+        return Choice(name, model=rest)
+    raise ValueError(f"{name!r} is not one of ngram, skip:N (N layers, from 1 up), draft:MODEL")
 
 
 def named_speculation(name: str | None, max_drafts: int) -> Speculation | None:
     """What a name stands for: "ngram" looks answers up in their own text, with "skip:N" the engine drafts by
-    its first N layers; None drafts nothing. Raises ValueError as `read_speculative` does."""
+    its first N layers, with "draft:MODEL" by a second model; None drafts nothing.
+
+    Raises ValueError as `read_speculative` does.
+    """
     if name is None:
         return None
-    drafter = EngineDrafter if read_speculative(name) else NgramDrafter
-    return Speculation(drafter=drafter, max_drafts=max_drafts, name=name)
+    choice = read_speculative(name)
+    drafter = EngineDrafter if choice.in_engine else NgramDrafter
+    return Speculation(drafter=drafter, max_drafts=max_drafts, name=choice.label)

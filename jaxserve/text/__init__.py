@@ -3,7 +3,7 @@
 from jaxserve.text.answer import AnswerText
 from jaxserve.text.chat_template import ChatTemplate, Message
 from jaxserve.text.detokenizer import IncrementalDetokenizer
-from jaxserve.text.fingerprint import tokenizer_fingerprint
+from jaxserve.text.fingerprint import require_same_vocabulary, tokenizer_fingerprint
 from jaxserve.text.stop_strings import StopStringMatcher
 from jaxserve.text.tokenizer import Tokenizer
 
@@ -14,5 +14,6 @@ __all__ = [
     "Message",
     "StopStringMatcher",
     "Tokenizer",
+    "require_same_vocabulary",
     "tokenizer_fingerprint",
 ]

@@ -37,7 +37,7 @@ def obstacle(
     **_: object,
 ) -> str | None:
     """Why the kernels cannot multiply, or None."""
-    (_, num_inputs), row_type = rows
+    num_inputs, row_type = rows[0][1], rows[1]
     if row_type not in ROW_TYPES:
         return f"rows of {row_type}"
     packed = values[1] == "uint8"

@@ -15,7 +15,7 @@ from server.route_arguments import model_name
 
 if TYPE_CHECKING:
     from jaxserve.config import EngineConfig
-    from jaxserve.engine.build import EngineOptions
+    from jaxserve.engine.options import EngineOptions
     from jaxserve.loop import HostLoop
     from jaxserve.opened_model import OpenedModel
     from jaxserve.run_manifest import RunManifest
@@ -115,7 +115,7 @@ def _load(args: argparse.Namespace, files: BatchFiles) -> tuple[Preparer, HostLo
     """The model, ready to answer, and the hash of its manifest."""
     import jax
 
-    from jaxserve.engine.build import engine_options
+    from jaxserve.engine.options import engine_options
     from jaxserve.opened_model import loop_of, open_model
     from server.batch.manifest import KeptManifest
     from server.batch.requests import Preparer

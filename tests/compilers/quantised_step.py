@@ -40,8 +40,8 @@ def main() -> None:
     """Read target and recipes from the command line; compile."""
     os.environ.update(COMPILER_ENVIRONMENT)
     from jaxserve.engine.ahead import prepare_ahead
-    from jaxserve.engine.build import EngineOptions
     from jaxserve.engine.ladder import chunk_shapes, decode_shapes
+    from jaxserve.engine.options import EngineOptions
 
     machine = Machine.parse(sys.argv[1])
     for recipe in sys.argv[2:]:

@@ -16,7 +16,8 @@ from jaxserve import LLM, SamplingParams
 from jaxserve.cli import main
 from jaxserve.config import ModelConfig
 from jaxserve.converted import Calibration, convert, observe_peaks, restore_parameters
-from jaxserve.engine.build import EngineOptions, configure
+from jaxserve.engine.build import configure
+from jaxserve.engine.options import EngineOptions
 from jaxserve.engine.parameters import place_parameters, quantised
 from jaxserve.model.parameters import model_parameters
 from jaxserve.quantization import precision_of, recipe_named

@@ -25,12 +25,13 @@ def small_engine(
     *,
     native: bool = False,
     overrides: tuple[tuple[str, str], ...] = (),
+    draft: Path | None = None,
     **settings: Any,
 ) -> DeviceEngine:
     """An engine of few, small programs.
 
-    `native`: by the kernels for this CPU, which must be loaded, but for `overrides`. `settings` are fields of
-    EngineConfig, or num_pages, kv_format.
+    `native`: by the kernels for this CPU, which must be loaded, but for `overrides`. `draft`: a model that
+    drafts. `settings` are fields of EngineConfig, or num_pages, kv_format.
     """
     checkpoint = open_checkpoint(folder)
     model = checkpoint.config
@@ -48,8 +49,15 @@ def small_engine(
         cache=CacheConfig(page_size=16, num_pages=(num_pages,) * len(model.windows), kv_format=kv_format),
         **(defaults | settings),
     )
+    drafter = None if draft is None else open_checkpoint(draft)
+    if drafter is not None:
+        config = config.drafted_by(drafter.config)
     target = Target(native=native, overrides=overrides)
     params = place_parameters(_named_parameters(checkpoint, config), model, layer_loop)
+    if drafter is not None and config.draft is not None:
+        params["draft"] = place_parameters(
+            _named_parameters(drafter, config.draft), drafter.config, layer_loop
+        )
     return DeviceEngine(config, params, compile_programs(config, layer_loop, target=target))
 
 

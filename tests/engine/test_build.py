@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from jaxserve.config import EngineConfig, LayerKind, ModelConfig
-from jaxserve.engine.build import EngineOptions, configure, resolve_config
+from jaxserve.engine.build import configure, resolve_config
 from jaxserve.engine.ladder import decode_shapes
+from jaxserve.engine.options import EngineOptions
 from jaxserve.weights import open_checkpoint, pull
 from pallas_kernels.page_layout import PageLayout
 from tests.oracle.tiny_models import write_tiny_model

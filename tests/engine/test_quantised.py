@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from jaxserve.config import ModelConfig
-from jaxserve.engine.build import EngineOptions, resolve_config, resolve_dtype
+from jaxserve.engine.build import resolve_config, resolve_dtype
+from jaxserve.engine.options import EngineOptions
 from jaxserve.engine.parameters import abstract_parameters, place_parameters, quantised
 from jaxserve.model.parameters import model_parameters
 from jaxserve.model.transformer import LayerLoop

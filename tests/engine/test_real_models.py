@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from jaxserve import LLM
-from jaxserve.engine.build import EngineOptions, configure, load_parameters
+from jaxserve.engine.build import configure, load_parameters
 from jaxserve.engine.engine import DeviceEngine
+from jaxserve.engine.options import EngineOptions
 from jaxserve.loop import HostLoop
 from jaxserve.outputs import RequestOutput
 from jaxserve.plan import SamplingParams

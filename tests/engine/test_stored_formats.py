@@ -13,7 +13,8 @@ import pytest
 from jaxserve import LLM, SamplingParams
 from jaxserve.config import EngineConfig
 from jaxserve.converted import convert, restore_parameters
-from jaxserve.engine.build import EngineOptions, configure, load_parameters
+from jaxserve.engine.build import configure, load_parameters
+from jaxserve.engine.options import EngineOptions
 from jaxserve.engine.parameters import abstract_parameters, as_weights, place_parameters
 from jaxserve.model.transformer import LayerLoop
 from jaxserve.quantization import precision_of, recipe_named

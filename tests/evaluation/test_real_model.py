@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from jaxserve import open_model
-from jaxserve.engine.build import EngineOptions
+from jaxserve.engine.options import EngineOptions
 from jaxserve.evaluation import Floor, Plan, Side, Text, evaluate
 
 NUM_TOKENS = 600

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxserve import LLM, OpenedModel, SamplingParams, open_model
-from jaxserve.engine.build import EngineOptions
+from jaxserve.engine.options import EngineOptions
 from jaxserve.evaluation import Side
 from jaxserve.evaluation.scoring import Scorer, compare_distributions
 from jaxserve.text.windows import Window, cut_windows

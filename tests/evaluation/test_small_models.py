@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from jaxserve import open_model
-from jaxserve.engine.build import EngineOptions
+from jaxserve.engine.options import EngineOptions
 from jaxserve.evaluation import EvaluationReport, Floor, Plan, Side, Text, evaluate
 
 FLOORS = {

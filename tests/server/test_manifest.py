@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.engine.build import EngineOptions
+from jaxserve.engine.options import EngineOptions
 from jaxserve.machine import processor
 from jaxserve.opened_model import OpenedModel, open_model
 from jaxserve.run_manifest import RunManifest

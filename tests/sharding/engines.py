@@ -19,9 +19,10 @@ import jax
 import numpy as np
 
 from jaxserve.config import LayerKind, ModelConfig
-from jaxserve.engine.build import EngineOptions, layer_loop_for, local_target, resolve_here
+from jaxserve.engine.build import layer_loop_for, local_target, resolve_here
 from jaxserve.engine.collectives import collectives
 from jaxserve.engine.engine import DeviceEngine
+from jaxserve.engine.options import EngineOptions
 from jaxserve.engine.parameters import place_parameters, quantised
 from jaxserve.engine.placement import to_shards
 from jaxserve.engine.programs import abstract_engine, compile_programs

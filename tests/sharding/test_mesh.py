@@ -8,9 +8,10 @@ import logging
 import pytest
 
 from jaxserve.config import LayerKind, ModelConfig
-from jaxserve.engine.build import EngineOptions, resolve_config, resolve_here
+from jaxserve.engine.build import resolve_config, resolve_here
 from jaxserve.engine.memory import weight_bytes
 from jaxserve.engine.mesh import require_devices, resolve_mesh, spread_model
+from jaxserve.engine.options import EngineOptions
 from jaxserve.planning.models import find_model
 from sharding import MeshAxes, mesh_name, parse_mesh
 from tests.sharding.test_shardings import MODEL

@@ -15,10 +15,30 @@ def test_names() -> None:
     assert (lookup.drafter, lookup.max_drafts, lookup.name) == (NgramDrafter, 7, "ngram")
     assert (skip.drafter, skip.max_drafts, skip.name) == (EngineDrafter, 3, "skip:12")
     assert (lookup.in_engine, skip.in_engine) == (False, True)
-    assert read_speculative("skip:12") == 12
+    assert read_speculative("skip:12").num_layers == 12
 
 
-@pytest.mark.parametrize("name", ["", "guess", "skip", "skip:", "skip:0", "skip:-1", "skip:x", "ngram:2"])
+@pytest.mark.parametrize(
+    ("name", "label"),
+    [
+        ("draft:smollm2-135m", "draft:smollm2-135m"),
+        ("draft:owner/name", "draft:owner/name"),
+        ("draft:/models/of/somebody/small.gguf", "draft:small.gguf"),
+        ("draft:./small/", "draft:small"),
+    ],
+)
+def test_a_model_that_drafts_is_named_without_its_place(name: str, label: str) -> None:
+    speculation = named_speculation(name, 4)
+    assert speculation is not None
+    assert (speculation.drafter, speculation.name) == (EngineDrafter, label)
+    assert read_speculative(name).model == name.removeprefix("draft:")
+
+
+@pytest.mark.parametrize(
+    "name", ["", "guess", "skip", "skip:", "skip:0", "skip:-1", "skip:x", "ngram:2", "draft:"]
+)
 def test_other_names_are_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=rf"'{name}' is not one of ngram, skip:N \(N layers, from 1 up\)"):
+    with pytest.raises(
+        ValueError, match=rf"'{name}' is not one of ngram, skip:N \(N layers, from 1 up\), draft:MODEL"
+    ):
         read_speculative(name)

@@ -14,8 +14,9 @@ import pytest
 
 from jaxserve.config import EngineConfig
 from jaxserve.converted import convert
-from jaxserve.engine.build import EngineOptions, configure, load_parameters
+from jaxserve.engine.build import configure, load_parameters
 from jaxserve.engine.loading import stored_as
+from jaxserve.engine.options import EngineOptions
 from jaxserve.engine.parameters import abstract_parameters, as_weights, place_parameters
 from jaxserve.model.transformer import LayerLoop
 from jaxserve.quantization import STORED, precision_of, recipe_named
