@@ -373,7 +373,7 @@ def compile_all() -> None:
 @contextlib.contextmanager
 def described() -> Iterator[tuple[Target, Any]]:
     """An H200 that is not here, and a placing on it."""
-    with Machine.parse("h200").mesh("device") as mesh:
+    with Machine.parse("h200").mesh([("device", 1)]) as mesh:
         device = mesh.devices.flat[0]
         target = dataclasses.replace(Target.of(device), overrides=(("ragged_paged_attention", "gpu"),))
         yield target, jax.sharding.SingleDeviceSharding(device)

@@ -15,8 +15,10 @@ def cache_identity(fingerprint: str, config: EngineConfig) -> CacheIdentity:
         config: what the engine was compiled for.
     """
     numerics = "shape-invariant" if config.deterministic else "plain"
+    # Devices that add up their parts round otherwise than one, and may hold a head several times.
+    mesh = "".join(f" {axis}={size}" for axis, size in config.mesh)
     return CacheIdentity(
-        model=f"{fingerprint} {precision_of(config)} {numerics}",
+        model=f"{fingerprint} {precision_of(config)} {numerics}{mesh}",
         kv_format=config.cache.kv_format,
         attention_share=attention_share(config.model),
     )

@@ -208,6 +208,9 @@ class EngineConfig:
     """Layers of the model whose hidden states the engine drafts from; 0 leaves drafting to the host."""
     moves_pages: bool = False
     """Whether the host can read and write pages of the pool; there are programs for it then."""
+    mesh: tuple[tuple[str, int], ...] = ()
+    """Axes of the device mesh and their sizes, each above 1; empty for one device. The model is then as the
+    mesh has it, KV heads repeated where they are fewer than the devices that share them out."""
 
     def __post_init__(self) -> None:
         for name in ("num_slots", "max_iterations"):

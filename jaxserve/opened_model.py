@@ -49,6 +49,7 @@ class EngineSettings(TypedDict, total=False):
     max_iterations: int
     speculative: str | None
     max_drafts: int
+    mesh: str | None
 
 
 @dataclass(frozen=True)

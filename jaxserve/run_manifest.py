@@ -9,7 +9,7 @@ import json
 import math
 import os
 import platform
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -181,20 +181,20 @@ def manifest_of(
             "speculative": options.speculative,
         },
         "sampling": {"defaults": sampling_defaults},
-        "machine": _machine(),
+        "machine": _machine([size for _, size in config.mesh] or [1]),
         "versions": _versions(),
         "environment": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
     }
     return RunManifest(_plain(entries))
 
 
-def _machine() -> Entries:
+def _machine(mesh: Sequence[int]) -> Entries:
     import jax
 
     device = jax.devices()[0]
     here = Machine.here()
     host = {"processor": here.processor, "num_cores": here.cores} if device.platform == "cpu" else {}
-    return {"platform": device.platform, "device": device.device_kind, "mesh": [1], **host}
+    return {"platform": device.platform, "device": device.device_kind, "mesh": mesh, **host}
 
 
 def _versions() -> Entries:

@@ -185,12 +185,15 @@ def describe(
     sampling_defaults: Mapping[str, Any],
 ) -> list[str]:
     """What was chosen for a model, a line for each thing."""
+    from sharding import mesh_name
+
     cache = config.cache
     pages = " + ".join(
         f"{count - 1} x {cache.page_size} = {(count - 1) * cache.page_size} tokens"
         for count in cache.num_pages
     )
     decode, chunk = (" ".join(map(str, rungs)) for rungs in (config.decode_rows, config.chunk_rows))
+    mesh = f", {mesh_name(config.mesh)}" if config.mesh else ""
     own = "" if identity.model == identity.name else f" is {identity.model}"
     overflow = "" if route.fallback is None else f", overflow to {route.fallback}"
     source = "" if route.policy_file is None else f" ({route.policy_file})"
@@ -198,7 +201,7 @@ def describe(
     sampling = ", ".join(f"{name} {value}" for name, value in sorted(sampling_defaults.items()))
     parts = {
         "model": f"{identity.name}{own} ({identity.family}, {identity.fingerprint}){overflow}",
-        "device": identity.device,
+        "device": f"{identity.device}{mesh}",
         "precision": f"{identity.precision}, KV pool in {identity.kv_format}",
         "pages": pages,
         "prefixes": _prefixes(route),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxserve.commands.options import parse_size, parse_speculative, recipe_name
+from jaxserve.commands.options import parse_mesh_option, parse_size, parse_speculative, recipe_name
 
 if TYPE_CHECKING:
     from jaxserve.run_manifest import RunManifest
@@ -176,6 +176,8 @@ _KEYS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "max_chunk": ("max_chunk", _whole),
     "deterministic": ("deterministic", _flag),
     "speculative": ("speculative", lambda text: None if text == "none" else parse_speculative(text)),
+    # A comma ends an entry.
+    "mesh": ("mesh", lambda text: parse_mesh_option(text.replace("+", ","))),
     "max_waiting": ("max_waiting", _whole),
     "policy": ("policy_file", lambda text: Path(_name(text))),
     "prefix_cache": ("prefix_cache", _flag),

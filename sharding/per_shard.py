@@ -5,25 +5,26 @@ All of these do nothing without a mesh, so that one source serves both.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
-from sharding.rules import RULES, num_shards, partition_spec
+from sharding.rules import mesh_axes, num_shards, partition_spec
 
 Function = TypeVar("Function", bound=Callable)
-Axes = Sequence[str | None]
-"""Logical axes of an array, or of every array of a tree; empty for whole arrays."""
+Axes = Any
+"""Logical axes of an array, or of every array of a tree, as a tuple of names and None; empty for whole ones.
+Or a tuple or dictionary of such, or a tree of PartitionSpec."""
 
 
 def per_shard(function: Function, mesh: Mesh | None, *, in_axes: Sequence[Axes], out_axes: Axes) -> Function:
     """`function`, run by every device on the parts of its arguments that the rules give it.
 
     Args:
-        function: takes arrays, or trees of them, by position.
+        function: takes arrays, or trees of them, by position, and closes over none.
         mesh: the devices; without one the function is returned as it is.
         in_axes: for each argument its logical axes.
         out_axes: those of the result.
@@ -33,17 +34,31 @@ def per_shard(function: Function, mesh: Mesh | None, *, in_axes: Sequence[Axes],
     return jax.shard_map(
         function,
         mesh=mesh,
-        in_specs=tuple(partition_spec(axes, mesh) for axes in in_axes),
-        out_specs=partition_spec(out_axes, mesh),
+        in_specs=tuple(_specs(axes, mesh) for axes in in_axes),
+        out_specs=_specs(out_axes, mesh),
         check_vma=False,
     )
 
 
 def shard_index(axis: str, mesh: Mesh | None) -> jax.Array | int:
     """Inside `per_shard`, which part of a logical axis this device holds."""
-    return 0 if num_shards(axis, mesh) == 1 else jax.lax.axis_index(RULES[axis]).astype(jnp.int32)
+    if num_shards(axis, mesh) == 1:
+        return 0
+    return jax.lax.axis_index(mesh_axes(axis, mesh)).astype(jnp.int32)
 
 
 def shard_sum(x: jax.Array, axis: str, mesh: Mesh | None) -> jax.Array:
     """Inside `per_shard`, the sum of x over the devices that share out a logical axis."""
-    return x if num_shards(axis, mesh) == 1 else jax.lax.psum(x, RULES[axis])
+    return x if num_shards(axis, mesh) == 1 else jax.lax.psum(x, mesh_axes(axis, mesh))
+
+
+def _specs(axes: Axes, mesh: Mesh) -> Any:
+    if isinstance(axes, PartitionSpec):
+        return axes
+    if isinstance(axes, tuple):
+        if all(name is None or isinstance(name, str) for name in axes):
+            return partition_spec(axes, mesh)
+        return tuple(_specs(part, mesh) for part in axes)
+    if isinstance(axes, Mapping):
+        return {name: _specs(part, mesh) for name, part in axes.items()}
+    return axes

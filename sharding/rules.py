@@ -1,11 +1,12 @@
 """Which logical axes of an array are cut along which axes of the mesh.
 
 Every array names its axes by what they count ("kv_heads", "vocab"); this table alone says which of them a
-mesh divides. A name that it does not list, and a name whose mesh axis the mesh lacks, stays whole.
+mesh divides. A name that it does not list, and a name whose mesh axes the mesh lacks, stays whole.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
@@ -14,21 +15,34 @@ AnyMesh = Mesh | AbstractMesh
 """Of devices, or of nothing but sizes and names."""
 
 TENSOR = "tensor"
-"""The mesh axis along which the parts of one layer lie."""
+"""The mesh axis along which the parts of one layer lie, those of attention included."""
+EXPERT = "expert"
+"""The mesh axis that cuts all but attention, which each of its devices has whole: for models with more
+experts than KV heads."""
 
-RULES: Mapping[str, str] = {
-    "kv_heads": TENSOR,
-    "mlp": TENSOR,
-    "vocab": TENSOR,
-    # Whole experts to a device: a slice of each one's width would be narrower than the hardware's tiles.
-    "experts": TENSOR,
+RULES: Mapping[str, tuple[str, ...]] = {
+    "kv_heads": (TENSOR,),
+    "mlp": (EXPERT, TENSOR),
+    "vocab": (EXPERT, TENSOR),
+    # Whole experts to a device: a slice of each one's width may be narrower than the hardware's tiles.
+    "experts": (EXPERT, TENSOR),
+    # Where there are too few for that.
+    "sliced_experts": (EXPERT,),
+    "expert_slice": (TENSOR,),
 }
+"""For each logical axis the mesh axes that cut it, the outermost first."""
+
+
+def mesh_axes(axis: str | None, mesh: AnyMesh | None) -> tuple[str, ...]:
+    """The axes that a mesh has of those that cut a logical axis."""
+    if mesh is None or axis is None:
+        return ()
+    return tuple(name for name in RULES.get(axis, ()) if name in mesh.axis_names)
 
 
 def num_shards(axis: str | None, mesh: AnyMesh | None) -> int:
     """Into how many parts a mesh cuts a logical axis; 1 without a mesh."""
-    mesh_axis = _mesh_axis(axis, mesh)
-    return 1 if mesh is None or mesh_axis is None else mesh.shape[mesh_axis]
+    return math.prod(mesh.shape[name] for name in mesh_axes(axis, mesh)) if mesh is not None else 1
 
 
 def shard_size(axis: str | None, size: int, mesh: AnyMesh | None) -> int:
@@ -38,16 +52,17 @@ def shard_size(axis: str | None, size: int, mesh: AnyMesh | None) -> int:
     """
     shards = num_shards(axis, mesh)
     if size % shards:
+        along = " and ".join(map(repr, mesh_axes(axis, mesh)))
         raise ValueError(
-            f"{axis} has size {size}, which the {shards} devices of mesh axis {_mesh_axis(axis, mesh)!r} "
-            "do not divide"
+            f"{axis} has size {size}, which the {shards} devices of mesh axis {along} do not divide"
         )
     return size // shards
 
 
 def partition_spec(axes: Sequence[str | None], mesh: AnyMesh | None) -> PartitionSpec:
     """Where the mesh cuts an array whose axes have these logical names (None: no name, never cut)."""
-    return PartitionSpec(*(_mesh_axis(axis, mesh) for axis in axes))
+    cuts = (mesh_axes(axis, mesh) for axis in axes)
+    return PartitionSpec(*(cut[0] if len(cut) == 1 else cut or None for cut in cuts))
 
 
 def named_sharding(shape: Sequence[int], axes: Sequence[str | None], mesh: AnyMesh) -> NamedSharding:
@@ -60,8 +75,3 @@ def named_sharding(shape: Sequence[int], axes: Sequence[str | None], mesh: AnyMe
     for axis, size in zip(axes, shape, strict=True):
         shard_size(axis, size, mesh)
     return NamedSharding(mesh, partition_spec(axes, mesh))
-
-
-def _mesh_axis(axis: str | None, mesh: AnyMesh | None) -> str | None:
-    mesh_axis = RULES.get(axis) if axis is not None else None
-    return mesh_axis if mesh is not None and mesh_axis in mesh.axis_names else None

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from jaxserve.engine.ahead import AheadEngine, StepReport
     from jaxserve.engine.machines import Machine
     from jaxserve.planning.chips import Chip
+    from sharding import MeshAxes
 
 GIB = 2**30
 DEFAULT_MAX_MODEL_LEN = 16384
@@ -37,7 +38,8 @@ class Compile:
         add = parser.add_argument
         add("model", metavar="MODEL", help="a known model (llama-3.1-8b) or a folder with a config.json")
         add("--target", required=True, metavar="NAME", help="chip and number, as v5e-4, v5p-4, v6e-8, h200")
-        add("--tensor", type=int, metavar="N", help="devices that share the model (default: all)")
+        add("--mesh", metavar="AXES", help="as tensor=4,expert=2 (default: all devices along tensor)")
+        add("--tensor", type=int, metavar="N", help="the same as --mesh tensor=N")
         add("--slots", type=int, default=DEFAULT_DECODE_ROWS[-1], metavar="N", help="sequences at once")
         add("--max-model-len", type=int, metavar="N", help="longest sequence (default: up to 16384)")
         add("--kv-memory", type=parse_size, metavar="SIZE", help="of the pool, all devices together")
@@ -59,20 +61,16 @@ class Compile:
         from jaxserve.planning.models import find_model
 
         machine = Machine.parse(args.target)
-        if args.tensor not in (None, machine.num_devices):
-            raise ValueError(
-                f"--tensor {args.tensor} on {machine.num_devices} devices: replicas are compiled one at a "
-                f"time, so name a target of {args.tensor}"
-            )
-        machine.require_compiler()
-        model, chip = find_model(args.model), find_chip(machine.chip)
         os.environ.update(COMPILER_ENVIRONMENT)
-        return self._compile(args, machine, model, chip)
+        axes = _axes(args, machine.num_devices)
+        machine.require_compiler()
+        return self._compile(args, machine, axes, find_model(args.model), find_chip(machine.chip))
 
-    def _compile(self, args: argparse.Namespace, machine: Machine, model: ModelConfig, chip: Chip) -> int:
+    def _compile(
+        self, args: argparse.Namespace, machine: Machine, axes: MeshAxes, model: ModelConfig, chip: Chip
+    ) -> int:
         from jaxserve.engine.ahead import prepare_ahead
         from jaxserve.engine.build import EngineOptions
-        from sharding import TENSOR
 
         options = EngineOptions(
             max_model_len=args.max_model_len or min(model.max_position, DEFAULT_MAX_MODEL_LEN),
@@ -83,7 +81,7 @@ class Compile:
             kv_memory=args.kv_memory,
         )
         decode_rows = tuple(sorted({min(rows, args.slots) for rows in args.decode_rows} | {args.slots}))
-        with machine.mesh(TENSOR) as mesh:
+        with machine.mesh(axes) as mesh:
             engine = prepare_ahead(
                 model, options, mesh, machine.platform, chip.memory_bytes, decode_rows, args.chunk_rows
             )
@@ -100,6 +98,26 @@ class Compile:
         return 0 if fits else 1
 
 
+def _axes(args: argparse.Namespace, num_devices: int) -> MeshAxes:
+    """Of the mesh. Raises ValueError for one that does not take all devices."""
+    # Only here: they import jax, whose environment must be set before.
+    from sharding import TENSOR, mesh_size, parse_mesh
+
+    if args.mesh is not None and args.tensor is not None:
+        raise ValueError(f"--mesh {args.mesh} and --tensor {args.tensor}: name one of them")
+    if args.mesh is None:
+        axes = ((TENSOR, num_devices if args.tensor is None else args.tensor),)
+    else:
+        axes = parse_mesh(args.mesh) or ((TENSOR, 1),)
+    if mesh_size(axes) != num_devices:
+        what = f"--mesh {args.mesh}" if args.tensor is None else f"--tensor {args.tensor}"
+        raise ValueError(
+            f"{what} on {num_devices} devices: replicas are compiled one at a time, so name a target of "
+            f"{mesh_size(axes)}"
+        )
+    return axes
+
+
 def _ladder(text: str) -> tuple[int, ...]:
     try:
         rungs = tuple(int(rung) for rung in text.split(","))
@@ -113,11 +131,11 @@ def _ladder(text: str) -> tuple[int, ...]:
 def _print_head(engine: AheadEngine, chip: Chip) -> None:
     cache = engine.config.cache
     print(
-        f"{engine.mesh.size} x {chip.name}, each: weights {engine.weight_bytes / GIB:.2f} GiB, pool "
+        f"{engine.num_devices} x {chip.name}, each: weights {engine.weight_bytes / GIB:.2f} GiB, pool "
         f"{engine.pool_bytes / GIB:.2f} GiB ({', '.join(map(str, cache.num_pages))} pages a layer of "
         f"{cache.page_size} tokens in {cache.kv_format}), of {chip.memory_bytes / GIB:.2f} GiB"
     )
-    print("step            compile   temporaries  of pool  aliased  at best")
+    print("step            compile   temporaries  of pool  aliased  at best  sums a layer, sent, of ideal")
 
 
 def _table_line(report: StepReport, engine: AheadEngine, chip: Chip) -> str:
@@ -126,7 +144,18 @@ def _table_line(report: StepReport, engine: AheadEngine, chip: Chip) -> str:
     return (
         f"{kind:6} {report.shape.rows:5}  {report.compile_seconds:7.1f} s  "
         f"{report.temporary_bytes / GIB:8.3f} GiB  {report.temporary_bytes / engine.pool_bytes:6.2%}  "
-        f"{in_place:7}  {_least_seconds(report, engine, chip) * 1e3:6.2f} ms"
+        f"{in_place:7}  {_least_seconds(report, engine, chip) * 1e3:6.2f} ms  {_sent(report, engine)}"
+    )
+
+
+def _sent(report: StepReport, engine: AheadEngine) -> str:
+    """What devices say to each other in every step, log-probabilities and the like left out."""
+    if engine.num_devices == 1:
+        return "-"
+    layers = engine.config.model.num_layers
+    return (
+        f"{report.num_exchanges / layers:5.2f}, {report.sent_bytes / 2**20:.2f} MiB, "
+        f"{report.sent_bytes / report.ideal_sent_bytes:.2f}"
     )
 
 
@@ -139,7 +168,7 @@ def _least_seconds(report: StepReport, engine: AheadEngine, chip: Chip) -> float
     weights = footprint.touched_weights(shape.rows) + footprint.head_weights
     operand_format, item_bytes = _matrix_operands(engine.config)
     arithmetic = operations / chip.peak(operand_format)
-    return max(arithmetic, weights * item_bytes / chip.memory_bandwidth) / engine.mesh.size
+    return max(arithmetic, weights * item_bytes / chip.memory_bandwidth) / engine.num_devices
 
 
 def _matrix_operands(config: EngineConfig) -> tuple[str, float]:

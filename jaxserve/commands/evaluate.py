@@ -27,7 +27,7 @@ _FLOORS = """A floor is MEASURE=VALUE, for every slice that has the measure, or 
 that may be: perplexity (the model's over the reference's), perplexity-change, kl, kl-p99 (nats), exact-loss,
 schema-loss, instructions-loss, needle-loss (the reference's share less the model's), refusals-change. At
 least that must be: top1, exact, schema, instructions, needle, agreement, identical (shares, from 0 to 1)."""
-_SHARED_SETTINGS = ("max_model_len", "max_chunk", "kv_memory", "deterministic", "num_slots")
+_SHARED_SETTINGS = ("max_model_len", "max_chunk", "kv_memory", "deterministic", "num_slots", "mesh")
 """What the reference runs with as the model does; its numbers it has of its own."""
 
 

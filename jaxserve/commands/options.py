@@ -27,6 +27,7 @@ _ENGINE_ARGUMENTS = (
     "deterministic",
     "max_chunk",
     "speculative",
+    "mesh",
 )
 _SAMPLING_ARGUMENTS = (
     "max_tokens",
@@ -111,6 +112,12 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         "(head=int8,*=int4-64); default: their own, or --dtype",
     )
     add("--kv-format", default="auto", choices=["auto", *get_args(KvFormat)], help="of the KV pool")
+    add(
+        "--mesh",
+        type=parse_mesh_option,
+        metavar="AXES",
+        help="devices that share the model: tensor=N, expert=N, or both, or auto (default: one device)",
+    )
     add("--speculative", type=parse_speculative, metavar="HOW", help=f"draft answers, {SPECULATIVE_HELP}")
     add(
         "--deterministic",
@@ -137,6 +144,19 @@ def parse_speculative(text: str) -> str:
     """The name of what drafts."""
     try:
         read_speculative(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
+
+
+def parse_mesh_option(text: str) -> str:
+    """The name of a mesh, or auto; whether the model and the machine allow it is seen later."""
+    from jaxserve.engine.mesh import AUTO
+    from sharding import parse_mesh
+
+    try:
+        if text != AUTO:
+            parse_mesh(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     return text

@@ -300,7 +300,7 @@ def _compile(args: argparse.Namespace, candidate: Candidate, sizes: Sizes) -> li
         kv_format=args.kv_format,
         page_size=cost.page_size,
     )
-    with machine.mesh(TENSOR) as mesh:
+    with machine.mesh([(TENSOR, machine.num_devices)]) as mesh:
         engine = prepare_ahead(
             cost.footprint.model,
             options,

@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-import functools
-import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
-import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from jaxserve.config import EngineConfig, ModelConfig
-from jaxserve.engine.build import (
-    DEVICE_MEMORY_SHARE,
-    EngineOptions,
-    layer_loop_for,
-    resolve_config,
-    resolve_dtype,
-)
+from jaxserve.engine.build import EngineOptions, layer_loop_for, resolve_config, resolve_dtype
+from jaxserve.engine.collectives import collectives
 from jaxserve.engine.ladder import chunk_shapes, decode_shapes
-from jaxserve.engine.parameters import abstract_parameters
-from jaxserve.engine.shardings import parameter_shardings, state_shardings
-from jaxserve.engine.state import make_state
-from jaxserve.engine.step import PlanFormat, run_step
-from jaxserve.model.cache import page_layouts
-from jaxserve.model.transformer import Transformer
-from jaxserve.plan import StepPlan, StepShape
+from jaxserve.engine.memory import free_for_pages, shard_bytes, weight_bytes
+from jaxserve.engine.programs import AbstractEngine, abstract_engine
+from jaxserve.engine.step import PlanFormat
+from jaxserve.plan import StepShape
 from jaxserve.quantization import STORED, recipe_named
 from pallas_kernels.dispatch import Target
+from sharding import num_shards
 
 
 @dataclass(frozen=True)
@@ -43,6 +32,12 @@ class StepReport:
     temporary_bytes: int
     aliased_bytes: int
     """Of the arguments, what the step changes in place."""
+    num_exchanges: int
+    """Collectives of every step, those in branches that few steps take left out."""
+    sent_bytes: int
+    """That a device sends for them, by rings."""
+    ideal_sent_bytes: int
+    """The same for one sum of hidden states after each attention and each feed-forward part."""
 
     @property
     def peak_bytes(self) -> int:
@@ -54,27 +49,18 @@ class AheadEngine:
     """An engine of shapes, laid out over a machine's devices."""
 
     config: EngineConfig
-    mesh: Mesh
-    platform: str
-    params: Any
-    """A tree of ShapeDtypeStruct."""
+    abstract: AbstractEngine
+    num_devices: int
 
     @property
     def weight_bytes(self) -> int:
         """Of one device."""
-        return shard_bytes(self.params)
-
-    @functools.cached_property
-    def state(self) -> Any:
-        """A tree of ShapeDtypeStruct."""
-        layouts = page_layouts(self.config, self.platform)
-        state = jax.eval_shape(functools.partial(make_state, self.config, layouts))
-        return placed(state, state_shardings(state, self.mesh))
+        return shard_bytes(self.abstract.params)
 
     @property
     def pool_bytes(self) -> int:
         """Of one device, scales included."""
-        return shard_bytes(self.state.cache)
+        return shard_bytes(self.abstract.state.cache)
 
     def compile_steps(self) -> Iterator[StepReport]:
         """Every step of the ladder."""
@@ -82,31 +68,29 @@ class AheadEngine:
             yield self._compile(shape)
 
     def _compile(self, shape: StepShape) -> StepReport:
-        config, mesh = self.config, self.mesh
-        layouts = page_layouts(config, self.platform)
-        transformer = Transformer(
-            config, layouts, layer_loop_for(self.platform), mesh, Target.of(mesh.devices.flat[0])
-        )
-        form = PlanFormat.of(config, shape)
-        everywhere = NamedSharding(mesh, PartitionSpec())
-        step = jax.jit(
-            functools.partial(run_step, transformer, form),
-            donate_argnums=1,
-            out_shardings=(jax.tree.map(lambda x: x.sharding, self.state), everywhere),
-        )
-        vector = placed(form.pack(StepPlan.of((), (), shape)), everywhere)
         started = time.monotonic()
-        compiled = step.lower(self.params, self.state, vector).compile()
+        compiled = self.abstract.lower(PlanFormat.of(self.config, shape)).compile()
         seconds = time.monotonic() - started
         memory = compiled.memory_analysis()
         assert memory is not None
+        told = collectives(compiled.as_text() or "")
+        always = {one: times for one, times in told.items() if not one.conditional}
         return StepReport(
             shape,
             seconds,
             memory.argument_size_in_bytes,
             memory.temp_size_in_bytes,
             memory.alias_size_in_bytes,
+            sum(always.values()),
+            int(sum(one.moved_bytes * times for one, times in always.items())),
+            self._ideal_sent_bytes(shape),
         )
+
+    def _ideal_sent_bytes(self, shape: StepShape) -> int:
+        model, mesh = self.config.model, self.abstract.transformer.mesh
+        item_bytes = 2 if self.config.compute_format == "bfloat16" else 4
+        shares = [(count - 1) / count for count in (num_shards("kv_heads", mesh), num_shards("mlp", mesh))]
+        return int(2 * sum(shares) * model.num_layers * shape.rows * model.hidden_size * item_bytes)
 
 
 def prepare_ahead(
@@ -123,7 +107,7 @@ def prepare_ahead(
     Args:
         options: as for `build_engine`; `kv_memory` is that of all devices together, by default 90 % of what
             the weights leave.
-        mesh: the devices, all along one axis.
+        mesh: the devices.
         memory_bytes: of each device.
         decode_rows, chunk_rows: the ladder.
 
@@ -132,35 +116,15 @@ def prepare_ahead(
     """
     if options.quantize == STORED:
         raise ValueError(f"quantize {STORED!r}: a config alone does not say how weights are stored")
+    axes = tuple((str(axis), size) for axis, size in mesh.shape.items() if size > 1)
     dtype = resolve_dtype(options, platform)
     recipe = recipe_named(options.quantize) if options.quantize else None
-    params = abstract_parameters(model, dtype, layer_loop_for(platform), recipe)
-    params = placed(params, parameter_shardings(params, model, mesh))
-    free_bytes = int(DEVICE_MEMORY_SHARE * (memory_bytes - shard_bytes(params)))
-    if free_bytes <= 0:
-        raise ValueError(
-            f"the weights take {shard_bytes(params)} bytes of a device that has {int(memory_bytes)}"
-        )
-    options = replace(options, kv_memory=options.kv_memory or free_bytes * mesh.size)
+    weights = weight_bytes(model, dtype, layer_loop_for(platform), recipe, axes)
+    free_bytes = free_for_pages(int(memory_bytes), weights)
+    options = replace(options, kv_memory=options.kv_memory or free_bytes * num_shards("kv_heads", mesh))
     length = options.max_model_len or model.max_position
-    config = resolve_config(model, options, platform, dtype, length)
-    return AheadEngine(
-        replace(config, decode_rows=decode_rows, chunk_rows=chunk_rows), mesh, platform, params
-    )
-
-
-def placed(shapes: Any, shardings: Any) -> Any:
-    """A tree of shapes with the shardings of another."""
-    return jax.tree.map(
-        lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding),
-        shapes,
-        shardings,
-    )
-
-
-def shard_bytes(tree: Any) -> int:
-    """Of one device's parts of all arrays."""
-    return sum(
-        math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
-        for array in jax.tree.leaves(tree)
-    )
+    config = resolve_config(model, options, platform, dtype, length, axes)
+    config = replace(config, decode_rows=decode_rows, chunk_rows=chunk_rows)
+    target = Target.of(mesh.devices.flat[0])
+    abstract = abstract_engine(config, layer_loop_for(platform), target, mesh)
+    return AheadEngine(config, abstract, mesh.size)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
@@ -15,12 +15,14 @@ from jaxserve.config import CacheConfig, EngineConfig, FloatFormat, KvFormat, Lo
 from jaxserve.engine.compile_cache import compile_counter, enable_compilation_cache
 from jaxserve.engine.engine import DeviceEngine
 from jaxserve.engine.loading import named_parameters, reported, stored_as
+from jaxserve.engine.memory import default_pool, free_for_pages, free_memory, weight_bytes
+from jaxserve.engine.mesh import AUTO, resolve_mesh, spread_model
 from jaxserve.engine.parameters import place_parameters
 from jaxserve.engine.programs import compile_programs
 from jaxserve.engine.state import MAX_EOS_IDS
 from jaxserve.model.cache import page_layouts
 from jaxserve.model.transformer import LayerLoop, Params
-from jaxserve.quantization import STORED, recipe_named, recipe_of_label
+from jaxserve.quantization import STORED, recipe_in_force, recipe_named, recipe_of_label
 from jaxserve.sizes import DRAFT_ROWS, default_sizes, ladder, lowest_chunk
 from jaxserve.speculation import DEFAULT_MAX_DRAFTS, read_speculative
 from jaxserve.weights import AnyCheckpoint, Checkpoint, cache_home
@@ -28,14 +30,13 @@ from pallas_kernels import native
 from pallas_kernels.dispatch import Target, default_target
 from pallas_kernels.page_layout import PageLayout
 from pallas_kernels.ragged_paged_attention import reads_pages_natively
+from sharding import TENSOR, MeshAxes, make_mesh, mesh_name, mesh_size, parse_mesh
 
 LOGGER = logging.getLogger(__name__)
 
 Progress = Callable[[str, int, int], None]
 """Called, from either of two threads, with "load" or "compile", what is done so far, and the total."""
 
-CPU_KV_MEMORY = 2**30
-DEVICE_MEMORY_SHARE = 0.9
 SHAPE_INVARIANT_ROWS = 4
 """Fewest of a step in the shape-invariant mode, unless products are exact: XLA on CPU multiplies a single row
 with another kernel, in another order, than two or more."""
@@ -67,7 +68,8 @@ class EngineOptions:
     page_size: int | None = None
     """Tokens on a page; by default 16 on CPU, 64 elsewhere."""
     kv_memory: int | None = None
-    """Bytes of the KV pool; by default at most 1 GiB on CPU, elsewhere 90 % of what the weights leave."""
+    """Bytes of the KV pool, of all devices together; by default at most 1 GiB on CPU, elsewhere
+    90 % of what the weights leave."""
     host_kv_memory: int | None = None
     """Bytes of the host's memory that keep what the KV pool has no room for; by default none. Needs prefix
     caching."""
@@ -90,6 +92,9 @@ class EngineOptions:
     own text; "skip:N": the model's first N layers; None drafts nothing."""
     max_drafts: int = DEFAULT_MAX_DRAFTS
     """Most drafts of an answer in a step."""
+    mesh: str | None = None
+    """Devices that share the model: `tensor=N`, `expert=N`, both with a comma, or "auto", the fewest on which
+    weights leave as much memory to pages; None takes the first device."""
 
     def __post_init__(self) -> None:
         for name in _SIZES:
@@ -110,6 +115,8 @@ class EngineOptions:
                 raise ValueError(f"{name} {getattr(self, name)!r} is not one of {', '.join(map(str, known))}")
         if self.quantize is not None:
             recipe_named(self.quantize)
+        if self.mesh not in (None, AUTO):
+            parse_mesh(self.mesh)
 
 
 def engine_options(settings: Mapping[str, Any]) -> EngineOptions:
@@ -132,7 +139,7 @@ def build_engine(
 
     Raises ValueError, naming the value and the limit, for options that the model or the machine cannot meet.
     """
-    config = configure(checkpoint, options)
+    config = configure(checkpoint, options, loaded=params is not None)
     layer_loop = layer_loop_for(jax.default_backend())
     # Programs are compiled from shapes alone, so the weights are read meanwhile.
     with ThreadPoolExecutor(1, "jaxserve-load") as pool:
@@ -157,15 +164,33 @@ def local_target() -> Target:
     return replace(target, native=failure is None)
 
 
-def configure(checkpoint: AnyCheckpoint, options: EngineOptions) -> EngineConfig:
+def configure(checkpoint: AnyCheckpoint, options: EngineOptions, *, loaded: bool = False) -> EngineConfig:
     """What an engine of these options compiles against, on this machine; its compilation cache is ready then.
+
+    `loaded` says that the weights lie on the devices already.
 
     Raises ValueError, naming the value and the limit, for options that the model or the machine cannot meet.
     """
     enable_compilation_cache(cache_home() / "compiled")
     compile_counter()
+    model, platform, num_devices = checkpoint.config, jax.default_backend(), jax.device_count()
     options = _with_recipe(options, checkpoint)
-    return stored_as(resolve_here(checkpoint.config, options), checkpoint, options.quantize)
+
+    def resolved(options: EngineOptions) -> EngineConfig:
+        return stored_as(resolve_here(model, options), checkpoint, options.quantize)
+
+    def own_weights(axes: MeshAxes) -> int:
+        config = resolved(replace(options, mesh=None, num_pages=2))
+        recipe = recipe_in_force(config)
+        return weight_bytes(model, config.compute_format, layer_loop_for(platform), recipe, axes)
+
+    free = functools.partial(free_memory, platform)
+    axes = resolve_mesh(options.mesh, model, num_devices, platform, lambda: free(num_devices), own_weights)
+    options = replace(options, mesh=mesh_name(axes))
+    if platform != "cpu" and options.kv_memory is None and options.num_pages is None:
+        own_pool = free_for_pages(free(mesh_size(axes)), 0 if loaded else own_weights(axes))
+        options = replace(options, kv_memory=own_pool * dict(axes).get(TENSOR, 1))
+    return resolved(options)
 
 
 def resolve_here(model: ModelConfig, options: EngineOptions) -> EngineConfig:
@@ -175,16 +200,17 @@ def resolve_here(model: ModelConfig, options: EngineOptions) -> EngineConfig:
     """
     platform = jax.default_backend()
     dtype, max_model_len = resolve_dtype(options, platform), _resolve_max_model_len(options, model)
-    config = resolve_config(model, options, platform, dtype, max_model_len)
+    axes = parse_mesh(options.mesh) if options.mesh else ()
+    config = resolve_config(model, options, platform, dtype, max_model_len, axes)
     if options.deterministic is None and _is_invariant_for_nothing(config):
         wanted = replace(options, deterministic=True)
-        return resolve_config(model, wanted, platform, dtype, max_model_len)
+        return resolve_config(model, wanted, platform, dtype, max_model_len, axes)
     return config
 
 
 def _is_invariant_for_nothing(config: EngineConfig) -> bool:
     """Whether shape-invariant numerics are as fast as others with this config, on this machine."""
-    if config.max_iterations > 1 or not _has_exact_products(config.model, config.recipe):
+    if config.mesh or config.max_iterations > 1 or not _has_exact_products(config.model, config.recipe):
         return False
     target = local_target()
     layouts = page_layouts(config, target.platform)
@@ -194,16 +220,23 @@ def _is_invariant_for_nothing(config: EngineConfig) -> bool:
 def load_parameters(
     checkpoint: AnyCheckpoint, config: EngineConfig, on_progress: Progress = lambda stage, done, total: None
 ) -> Params:
-    """A model's parameters on the device, as the programs for this config take them."""
-    named = named_parameters(checkpoint, config)
+    """A model's parameters on the devices, as the programs for this config take them."""
+    mesh = make_mesh(config.mesh)
+    named = named_parameters(checkpoint, config, mesh)
     named = reported(named, config.model, lambda done, total: on_progress("load", done, total))
-    return place_parameters(named, checkpoint.config, layer_loop_for(jax.default_backend()))
+    return place_parameters(named, config.model, layer_loop_for(jax.default_backend()), mesh)
 
 
 def resolve_config(
-    model: ModelConfig, options: EngineOptions, platform: str, dtype: FloatFormat, max_model_len: int
+    model: ModelConfig,
+    options: EngineOptions,
+    platform: str,
+    dtype: FloatFormat,
+    max_model_len: int,
+    mesh: MeshAxes = (),
 ) -> EngineConfig:
-    """Every size that the engine compiles against."""
+    """Every size that the engine compiles against, whatever mesh the options name."""
+    model = spread_model(model, mesh)
     if len(model.eos_token_ids) > MAX_EOS_IDS:
         raise ValueError(f"{len(model.eos_token_ids)} end-of-sequence ids; the limit is {MAX_EOS_IDS}")
     on_cpu = platform == "cpu"
@@ -233,6 +266,7 @@ def resolve_config(
         max_drafts=options.max_drafts if options.speculative else 0,
         draft_layers=_resolve_draft_layers(options, model),
         moves_pages=options.host_kv_memory is not None,
+        mesh=mesh,
     )
 
 
@@ -342,7 +376,7 @@ def _resolve_pages(
     layers = [sum(kind.window == window for kind in model.layers) for window in model.windows]
     page = PageLayout(page_size, model.num_kv_heads, model.head_size, 1, kv_format, kv_format)
     page_bytes = [page.num_bytes(count) for count in layers]
-    budget = options.kv_memory or _default_kv_memory(platform)
+    budget = options.kv_memory or default_pool(platform)
     share = min(1.0, budget / sum(pages * size for pages, size in zip(wanted, page_bytes, strict=True)))
     num_pages = tuple(int(pages * share) for pages in wanted)
     if min(num_pages) < 2:
@@ -351,13 +385,3 @@ def _resolve_pages(
             "in a cache group; at least 2 are needed"
         )
     return num_pages
-
-
-def _default_kv_memory(platform: str) -> int:
-    if platform == "cpu":
-        physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return min(CPU_KV_MEMORY, physical // 4)
-    stats = jax.devices()[0].memory_stats()
-    if not stats or "bytes_limit" not in stats:
-        raise ValueError(f"the {platform} device does not tell its memory: give kv_memory")
-    return int(DEVICE_MEMORY_SHARE * (stats["bytes_limit"] - stats["bytes_in_use"]))

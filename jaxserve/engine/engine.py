@@ -13,11 +13,9 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine.compile_cache import compile_counter
 from jaxserve.engine.ladder import chunk_shapes, decode_shapes
 from jaxserve.engine.page_moves import PAGES_PER_MOVE, Bytes, DevicePageRead, page_calls
-from jaxserve.engine.programs import Programs, StepProgram
+from jaxserve.engine.programs import Programs, StepProgram, make_spread_state
 from jaxserve.engine.slots import pack_copies, pack_load, pack_masks
-from jaxserve.engine.state import make_state
 from jaxserve.engine.step import unpack_result
-from jaxserve.model.cache import page_layouts
 from jaxserve.model.transformer import Params
 from jaxserve.plan import EngineLimits, IntArray, SlotLoad, StepHandle, StepPlan, StepResult
 
@@ -25,20 +23,20 @@ logger = logging.getLogger(__name__)
 
 
 class DeviceEngine:
-    """A `StepEngine` on the default JAX device. Nothing is compiled once it exists."""
+    """A `StepEngine` on the devices of its mesh. Nothing is compiled once it exists."""
 
     def __init__(self, config: EngineConfig, params: Params, programs: Programs) -> None:
         """Join a model's parameters to the programs compiled for its config.
 
         Args:
             config: what the programs were compiled for.
-            params: the model's parameters on the device; kept, never donated.
+            params: the model's parameters on the devices; kept, never donated.
             programs: from `compile_programs`.
         """
         self._config = config
         self._params = params
         self._programs = programs
-        self._state = make_state(config, page_layouts(config, jax.default_backend()))
+        self._state = make_spread_state(config)
         self._compiles_when_ready = compile_counter().count
         self._compiles_reported = 0
 

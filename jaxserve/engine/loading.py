@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import cast
+from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from jaxserve.config import EngineConfig, FloatFormat, ModelConfig
 from jaxserve.engine.parameters import Named, as_weights, quantised
+from jaxserve.engine.placement import restored_place, to_shards
 from jaxserve.model.parameters import model_parameters
 from jaxserve.quantization import STORED, Recipe, recipe_in_force
 from jaxserve.weights import AnyCheckpoint, Checkpoint, ConvertedCheckpoint, StoredWeights
 
 logger = logging.getLogger(__name__)
+
+Plain = Iterable[tuple[str, Any]]
+"""Canonical names and arrays."""
 
 
 def stored_as(config: EngineConfig, checkpoint: AnyCheckpoint, quantize: str | None) -> EngineConfig:
@@ -67,17 +73,19 @@ def refuse_stored(checkpoint: AnyCheckpoint, quantize: str | None) -> None:
         raise ValueError(f"quantize {STORED!r}, but the weights of {checkpoint.path} are not quantised")
 
 
-def named_parameters(checkpoint: AnyCheckpoint, config: EngineConfig) -> Named:
+def named_parameters(checkpoint: AnyCheckpoint, config: EngineConfig, mesh: Mesh | None = None) -> Named:
     """The checkpoint's parameters, one at a time, in the formats that the config says.
 
-    What of them is not as the checkpoint stores it is logged.
+    What of them is not as the checkpoint stores it is logged. What a recipe rounds is brought to the mesh
+    first, and rounded where it lies.
     """
     if not isinstance(checkpoint, Checkpoint):
-        return _restored(checkpoint, config)
+        return _restored(checkpoint, config, mesh)
     recipe = recipe_in_force(config)
     if checkpoint.stored:
         log_conversion(checkpoint.stored, recipe, config.compute_format)
-    return read_parameters(checkpoint, recipe, config.compute_format)
+    spread = functools.partial(to_shards, model=config.model, mesh=mesh)
+    return read_parameters(checkpoint, recipe, config.compute_format, spread)
 
 
 def reported(named: Named, model: ModelConfig, on_progress: Callable[[int, int], None]) -> Named:
@@ -88,19 +96,25 @@ def reported(named: Named, model: ModelConfig, on_progress: Callable[[int, int],
         on_progress(number + 1, total)
 
 
-def read_parameters(checkpoint: Checkpoint, recipe: Recipe | None, compute_format: FloatFormat) -> Named:
+def read_parameters(
+    checkpoint: Checkpoint,
+    recipe: Recipe | None,
+    compute_format: FloatFormat,
+    spread: Callable[[Plain], Plain] = lambda named: named,
+) -> Named:
     """The parameters of a checkpoint, in the formats of its own recipe, of another one, or of none.
 
     Args:
         checkpoint: what to read.
         recipe: gives parameters their formats; rounds them to these if it is not the checkpoint's own.
         compute_format: of the parameters that it leaves alone.
+        spread: brings arrays to where they are to be rounded.
     """
     if recipe is None:
         return checkpoint.read(compute_format)
     if checkpoint.stored and recipe == checkpoint.stored.recipe:
         return as_weights(checkpoint.read_stored(compute_format))
-    return quantised(checkpoint.read("float32"), checkpoint.config, recipe, compute_format)
+    return quantised(spread(checkpoint.read("float32")), checkpoint.config, recipe, compute_format)
 
 
 def log_conversion(stored: StoredWeights, recipe: Recipe | None, compute_format: FloatFormat) -> None:
@@ -116,12 +130,13 @@ def log_conversion(stored: StoredWeights, recipe: Recipe | None, compute_format:
         logger.info("%s: %s", stored.label, note)
 
 
-def _restored(checkpoint: ConvertedCheckpoint, config: EngineConfig) -> Named:
+def _restored(checkpoint: ConvertedCheckpoint, config: EngineConfig, mesh: Mesh | None) -> Named:
     # Imported here: Orbax takes half a second.
     from jaxserve.converted.parameters import restore_parameters
 
     recipe = recipe_in_force(config)
+    place = None if mesh is None else functools.partial(restored_place, mesh)
     if recipe is None or checkpoint.recipe is not None:
-        return restore_parameters(checkpoint, config.compute_format)
-    plain = cast(Iterable[tuple[str, jax.Array]], restore_parameters(checkpoint, "float32"))
+        return restore_parameters(checkpoint, config.compute_format, place)
+    plain = to_shards(restore_parameters(checkpoint, "float32", place), config.model, mesh)
     return quantised(plain, config.model, recipe, config.compute_format)

@@ -6,7 +6,7 @@ import contextlib
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -74,8 +74,8 @@ class Machine:
             )
 
     @contextlib.contextmanager
-    def mesh(self, axis: str) -> Iterator[Mesh]:
-        """Its devices along one axis; inside, programs compile for it."""
+    def mesh(self, axes: Sequence[tuple[str, int]]) -> Iterator[Mesh]:
+        """Its devices along axes of these names and sizes; inside, programs compile for it."""
         import jax
         import numpy as np
         from jax.experimental import topologies
@@ -89,10 +89,11 @@ class Machine:
             topology = topologies.get_topology_desc(
                 platform="cuda", target_config=H200, topology=f"1x1x{self.num_devices}"
             )
-        if len(topology.devices) == self.num_devices:
-            mesh = topologies.make_mesh(topology, (self.num_devices,), (axis,))
-        else:
-            mesh = Mesh(np.array(topology.devices[: self.num_devices]), (axis,))
+        names, sizes = zip(*axes, strict=True)
+        if len(topology.devices) == self.num_devices and len(axes) == 1:
+            mesh = topologies.make_mesh(topology, sizes, names)
+        else:  # It refuses some pairs of axes that a torus can have all the same.
+            mesh = Mesh(np.array(topology.devices[: self.num_devices]).reshape(sizes), names)
         with jax.default_device(topology.devices[0]), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             yield mesh
 

@@ -12,11 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
 from jaxserve.config import EngineConfig
+from jaxserve.engine.shardings import everywhere, shardings_of
 from jaxserve.engine.state import DeviceState
-from jaxserve.model.cache import CacheGroup
+from jaxserve.model.cache import CACHE_AXES, CacheGroup
+from sharding import named_sharding
 
 PAGES_PER_MOVE = 8
 """Pages that one call of a program moves; the rest of a last call is page 0, which nobody is given."""
@@ -82,9 +84,12 @@ class DevicePageRead:
             yield from contents
 
 
-def compile_page_programs(config: EngineConfig, state: DeviceState) -> tuple[PageProgram, ...]:
+def compile_page_programs(
+    config: EngineConfig, state: DeviceState, mesh: Mesh | None = None
+) -> tuple[PageProgram, ...]:
     """The programs of every cache group, from the state's shapes."""
-    return tuple(_compile(group, num_pages, state) for group, num_pages in enumerate(config.cache.num_pages))
+    groups = enumerate(config.cache.num_pages)
+    return tuple(_compile(group, num_pages, state, mesh) for group, num_pages in groups)
 
 
 def page_calls(pages: Sequence[int], num_pages: int) -> Iterator[np.ndarray]:
@@ -131,13 +136,17 @@ def write_group(
     return dataclasses.replace(state, cache=tuple(cache))
 
 
-def _compile(group: int, num_pages: int, state: DeviceState) -> PageProgram:
+def _compile(group: int, num_pages: int, state: DeviceState, mesh: Mesh | None) -> PageProgram:
     parts = tuple(
         ((part.shape[0] // num_pages, *part.shape[1:]), np.dtype(part.dtype))
         for part in _arrays(state.cache[group])
     )
-    pages = np.zeros(PAGES_PER_MOVE, np.int32)
-    contents = tuple(np.zeros((PAGES_PER_MOVE, *shape), dtype) for shape, dtype in parts)
+    pages = everywhere(np.zeros(PAGES_PER_MOVE, np.int32), mesh)
+    moved = [((PAGES_PER_MOVE, *shape), dtype) for shape, dtype in parts]
+    places = tuple(_place(shape, mesh) for shape, _ in moved)
+    contents = tuple(
+        jax.ShapeDtypeStruct(*part, sharding=place) for part, place in zip(moved, places, strict=True)
+    )
 
     def read(state: DeviceState, pages_B: jax.Array) -> tuple[jax.Array, ...]:
         return read_group(state, pages_B, group, num_pages)
@@ -145,20 +154,27 @@ def _compile(group: int, num_pages: int, state: DeviceState) -> PageProgram:
     def write(state: DeviceState, contents: tuple[jax.Array, ...], pages_B: jax.Array) -> DeviceState:
         return write_group(state, contents, pages_B, group, num_pages)
 
+    state_places = None if mesh is None else shardings_of(state)
     return PageProgram(
-        jax.jit(read, out_shardings=_host_sharding()).lower(state, pages).compile(),
-        jax.jit(write, donate_argnums=0).lower(state, contents, pages).compile(),
+        jax.jit(read, out_shardings=_on_host(places)).lower(state, pages).compile(),
+        jax.jit(write, donate_argnums=0, out_shardings=state_places).lower(state, contents, pages).compile(),
         parts,
     )
 
 
-def _host_sharding() -> SingleDeviceSharding | None:
-    """Pinned memory of the host, which the device writes to itself; None where it has no such thing."""
+def _place(shape: tuple[int, ...], mesh: Mesh | None) -> Sharding | None:
+    """Of pages with all their layers: every device moves its own heads'."""
+    return None if mesh is None else named_sharding(shape, (None, *CACHE_AXES), mesh)
+
+
+def _on_host(places: tuple[Sharding | None, ...]) -> tuple[Sharding | None, ...]:
+    """Pinned memory of the host, which the devices write to themselves; where they stay if there is none."""
     device = jax.devices()[0]
     kinds = {memory.kind for memory in device.addressable_memories()}
     if device.platform == "cpu" or "pinned_host" not in kinds:
-        return None
-    return SingleDeviceSharding(device, memory_kind="pinned_host")
+        return places
+    alone = SingleDeviceSharding(device)
+    return tuple((place or alone).with_memory_kind("pinned_host") for place in places)
 
 
 def _arrays(group: CacheGroup) -> tuple[jax.Array, ...]:

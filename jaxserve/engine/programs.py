@@ -10,15 +10,18 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.iterations import run_iterations
 from jaxserve.engine.ladder import chunk_shapes, decode_shapes
 from jaxserve.engine.page_moves import PageProgram, compile_page_programs
 from jaxserve.engine.parameters import abstract_parameters
+from jaxserve.engine.shardings import everywhere, placed, shardings_of, state_shardings
 from jaxserve.engine.slots import (
     PackedLoad,
     copy_pages,
@@ -36,6 +39,7 @@ from jaxserve.model.transformer import LayerLoop, Transformer
 from jaxserve.plan import SamplingParams, SlotLoad, StepPlan, StepShape
 from jaxserve.quantization import recipe_in_force
 from pallas_kernels.dispatch import Target, choices_recorded, default_target
+from sharding import make_mesh
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +78,56 @@ class Programs:
     """By operation the implementations that the steps were compiled with."""
 
 
+@dataclass(frozen=True)
+class AbstractEngine:
+    """What steps are lowered from: shapes, and on a mesh where they lie."""
+
+    transformer: Transformer
+    params: Any
+    """A tree of ShapeDtypeStruct."""
+    state: DeviceState
+    """Likewise."""
+
+    def lower(self, form: PlanFormat) -> jax.stages.Lowered:
+        """The step of a plan's form."""
+        mesh = self.transformer.mesh
+        run, counts = (run_step, ()) if form.max_iterations == 1 else (run_iterations, (np.int32(1),))
+        step = functools.partial(run, self.transformer, form)
+        given = everywhere((form.pack(StepPlan.of((), (), form.shape)), *counts), mesh)
+        jitted = jax.jit(step, donate_argnums=1, out_shardings=_places(self.state, mesh))
+        return jitted.lower(self.params, self.state, *given)
+
+
+def abstract_engine(
+    config: EngineConfig, layer_loop: LayerLoop, target: Target, mesh: Mesh | None
+) -> AbstractEngine:
+    """An engine of this config on such devices.
+
+    Raises ValueError, naming the axis and the sizes, where the mesh does not divide an array.
+    """
+    layouts = page_layouts(config, target.platform)
+    params = abstract_parameters(
+        config.model, config.compute_format, layer_loop, recipe_in_force(config), mesh
+    )
+    state = abstract_state(config, target.platform, mesh)
+    return AbstractEngine(Transformer(config, layouts, layer_loop, mesh, target), params, state)
+
+
+def abstract_state(config: EngineConfig, platform: str, mesh: Mesh | None) -> DeviceState:
+    """The shapes of an engine's state, and on a mesh where they lie."""
+    state = jax.eval_shape(functools.partial(make_state, config, page_layouts(config, platform)))
+    return state if mesh is None else placed(state, state_shardings(state, mesh))
+
+
+def make_spread_state(config: EngineConfig) -> DeviceState:
+    """An empty state, every part made where it lies."""
+    platform, mesh = jax.default_backend(), make_mesh(config.mesh)
+    make = functools.partial(make_state, config, page_layouts(config, platform))
+    if mesh is None:
+        return make()
+    return jax.jit(make, out_shardings=shardings_of(abstract_state(config, platform, mesh)))()
+
+
 def compile_programs(
     config: EngineConfig,
     layer_loop: LayerLoop,
@@ -90,25 +144,18 @@ def compile_programs(
         on_progress: called with the programs compiled so far and their total.
     """
     started = time.monotonic()
-    layouts = page_layouts(config, jax.default_backend())
-    transformer = Transformer(config, layouts, layer_loop, target=target or default_target())
-    params = abstract_parameters(config.model, config.compute_format, layer_loop, recipe_in_force(config))
-    state = jax.eval_shape(functools.partial(make_state, config, layouts))
+    mesh = make_mesh(config.mesh)
+    abstract = abstract_engine(config, layer_loop, target or default_target(), mesh)
     shapes = decode_shapes(config) + chunk_shapes(config)
     repeated = decode_shapes(config) if config.max_iterations > 1 else ()
     total = len(shapes) + len(repeated) + 1
-    slots = _compile_slot_programs(config, state)
-    pages = compile_page_programs(config, state) if config.moves_pages else ()
+    slots = _compile_slot_programs(config, abstract.state, mesh)
+    pages = compile_page_programs(config, abstract.state, mesh) if config.moves_pages else ()
     on_progress(1, total)
 
     def compile_step(shape: StepShape, max_iterations: int) -> StepProgram:
         form = PlanFormat.of(config, shape, max_iterations)
-        run, counts = (run_step, ()) if max_iterations == 1 else (run_iterations, (np.int32(1),))
-        step = functools.partial(run, transformer, form)
-        vector = form.pack(StepPlan.of((), (), shape))
-        return StepProgram(
-            form, jax.jit(step, donate_argnums=1).lower(params, state, vector, *counts).compile()
-        )
+        return StepProgram(form, abstract.lower(form).compile())
 
     steps: dict[StepShape, StepProgram] = {}
     iterated: dict[StepShape, StepProgram] = {}
@@ -123,12 +170,14 @@ def compile_programs(
     return Programs(slots, steps, iterated, pages, kernels)
 
 
-def _compile_slot_programs(config: EngineConfig, state: DeviceState) -> SlotPrograms:
+def _compile_slot_programs(config: EngineConfig, state: DeviceState, mesh: Mesh | None) -> SlotPrograms:
     """From the state's shapes; all together they take a fraction of a step's time to compile."""
     num_pages = config.cache.num_pages
 
     def compiled(program: Callable[..., DeviceState], *examples: object) -> Callable[..., DeviceState]:
-        return jax.jit(program, donate_argnums=0).lower(state, *examples).compile()
+        places = None if mesh is None else shardings_of(state)
+        jitted = jax.jit(program, donate_argnums=0, out_shardings=places)
+        return jitted.lower(state, *everywhere(examples, mesh)).compile()
 
     def masks(width: int) -> tuple[np.ndarray, ...]:
         words = mask_words(config.model.vocab_size)
@@ -153,3 +202,8 @@ def _example_load(config: EngineConfig) -> PackedLoad:
         sample_index=0,
     )
     return pack_load(load, config)
+
+
+def _places(state: DeviceState, mesh: Mesh | None) -> Any:
+    """Where a step leaves the state, as it found it, and its result, whole on every device."""
+    return None if mesh is None else (shardings_of(state), NamedSharding(mesh, PartitionSpec()))

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from jaxserve.config import LogprobsMode
 from jaxserve.engine.state import PROMPT_FLAG, DeviceState
-from sharding import named_sharding
+from sharding import named_sharding, per_shard, shard_index
 
 NEGATIVE = -jnp.inf
 
@@ -117,7 +117,7 @@ def sample(
 
     def report() -> Sampled:
         scored_RV = logits_RV if logprobs_mode == "raw" else truncate(adjusted_RV, rows)
-        return _report(scored_RV, token_R, max_logprobs)
+        return _report(scored_RV, token_R, max_logprobs, mesh)
 
     def skip() -> Sampled:
         zeros = jnp.zeros((token_R.shape[0], max_logprobs), jnp.int32)
@@ -253,19 +253,35 @@ def _penalise(logits_RV: jax.Array, rows: SamplingRows, state: DeviceState) -> j
     return logits_RV - (answered_RV > 0).astype(jnp.float32) * rows.presence_penalty[:, None]
 
 
-def _report(scored_RV: jax.Array, token_R: jax.Array, max_logprobs: int) -> Sampled:
+def _report(scored_RV: jax.Array, token_R: jax.Array, max_logprobs: int, mesh: Mesh | None) -> Sampled:
     """Log-probability and rank of the chosen token, and the likeliest alternatives."""
     normaliser_R = jax.nn.logsumexp(scored_RV, axis=-1)
     chosen_R = jnp.take_along_axis(scored_RV, token_R[:, None], axis=-1)[:, 0]
     rank_R = jnp.sum(scored_RV > chosen_R[:, None], axis=-1, dtype=jnp.int32) + 1
-    top_RA, token_RA = jax.lax.top_k(scored_RV, max_logprobs)
+    top_RA, token_RA = _likeliest(scored_RV, max_logprobs, mesh)
     return Sampled(
         token=token_R,
         logprob=chosen_R - normaliser_R,
         rank=rank_R,
-        top_tokens=token_RA.astype(jnp.int32),
+        top_tokens=token_RA,
         top_logprobs=top_RA - normaliser_R[:, None],
     )
+
+
+def _likeliest(scored_RV: jax.Array, number: int, mesh: Mesh | None) -> tuple[jax.Array, jax.Array]:
+    """[R, A] the largest of each row and their ids: on a mesh, of what each device finds in its part."""
+
+    def own(scored_RV: jax.Array) -> tuple[jax.Array, jax.Array]:
+        num_own = scored_RV.shape[1]
+        top_RA, token_RA = jax.lax.top_k(scored_RV, min(number, num_own))
+        return top_RA, token_RA.astype(jnp.int32) + shard_index("vocab", mesh) * num_own
+
+    cut = (None, "vocab")
+    top_RA, token_RA = per_shard(own, mesh, in_axes=(cut,), out_axes=(cut, cut))(scored_RV)
+    if mesh is None:
+        return top_RA, token_RA
+    top_RA, place_RA = jax.lax.top_k(top_RA, number)
+    return top_RA, jnp.take_along_axis(token_RA, place_RA, axis=-1)
 
 
 def _argmax(logits_RV: jax.Array) -> jax.Array:

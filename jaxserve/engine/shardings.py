@@ -10,10 +10,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxserve.config import ModelConfig
 from jaxserve.engine.state import DeviceState
-from jaxserve.model.cache import CACHE_AXES
+from jaxserve.model.cache import CACHE_AXES, Cache
 from jaxserve.model.parameters import ParameterInfo, layer_parameters, model_parameters
-from jaxserve.quantization.weight import QuantisedWeight
-from sharding import AnyMesh, named_sharding, num_shards
+from jaxserve.model.spread import weight_specs
+from sharding import AnyMesh, named_sharding
 
 
 def parameter_shardings(params: Mapping[str, Any], model: ModelConfig, mesh: AnyMesh) -> dict[str, Any]:
@@ -24,14 +24,16 @@ def parameter_shardings(params: Mapping[str, Any], model: ModelConfig, mesh: Any
         model: their model.
         mesh: the devices to place them on.
 
-    A stack over repetitions keeps its leading axis whole. Raises ValueError, naming the axis and the sizes,
-    where the mesh does not divide an axis.
+    A stack over repetitions keeps its leading axis whole.
     """
     outer = {name: info for name, info in model_parameters(model) if not name.startswith("layers.")}
-    tree: dict[str, Any] = {name: _place(params[name], info, mesh) for name, info in outer.items()}
+    tree: dict[str, Any] = {name: weight_shardings(params[name], info, mesh) for name, info in outer.items()}
     tree["segments"] = tuple(
         tuple(
-            {name: _place(entries[name], info, mesh) for name, info in layer_parameters(model, kind).items()}
+            {
+                name: weight_shardings(entries[name], info, mesh)
+                for name, info in layer_parameters(model, kind).items()
+            }
             for kind, entries in zip(segment.pattern, positions, strict=True)
         )
         for segment, positions in zip(model.segments, params["segments"], strict=True)
@@ -39,37 +41,49 @@ def parameter_shardings(params: Mapping[str, Any], model: ModelConfig, mesh: Any
     return tree
 
 
+def weight_shardings(entry: Any, info: ParameterInfo, mesh: AnyMesh) -> Any:
+    """The NamedSharding of one parameter, or of each of its arrays; see `weight_specs`."""
+    specs = weight_specs(entry, info, mesh)
+    return jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec)
+    )
+
+
 def state_shardings(state: DeviceState, mesh: AnyMesh) -> DeviceState:
     """A DeviceState of NamedSharding: pools and scales cut by KV heads, token counts by vocabulary.
 
     `state` holds arrays or their shapes. Raises ValueError where the mesh does not divide the pools.
     """
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    return jax.tree.map(lambda _: everywhere, state).replace(
-        cache=jax.tree.map(lambda array: named_sharding(array.shape, CACHE_AXES, mesh), state.cache),
+    whole = NamedSharding(mesh, PartitionSpec())
+    return jax.tree.map(lambda _: whole, state).replace(
+        cache=cache_shardings(state.cache, mesh),
         # Read and written beside logits, which are cut by vocabulary: whole, it would double their memory.
         counts=named_sharding(state.counts.shape, (None, "vocab"), mesh),
     )
 
 
-def _place(entry: Any, info: ParameterInfo, mesh: AnyMesh) -> Any:
-    """The sharding of one parameter, of a stack of them, or of each of a tuple."""
-    if not isinstance(entry, QuantisedWeight):
-        return _place_array(entry, info.axes, mesh)
-    grouped = entry.format.group > 0
-    axes = info.scale_axes(grouped)
-    if grouped and entry.scales.shape[-1] % num_shards(axes[-1], mesh):
-        axes = (*axes[:-1], None)  # A device holds part of a group.
-    return QuantisedWeight(
-        _place_array(entry.values, info.axes, mesh),
-        _place_array(entry.scales, axes, mesh),
-        None if entry.zeros is None else _place_array(entry.zeros, axes, mesh),
-        entry.format,
+def cache_shardings(cache: Cache, mesh: AnyMesh) -> Any:
+    """Of pools and their scales, in the form of the cache."""
+    return jax.tree.map(lambda array: named_sharding(array.shape, CACHE_AXES, mesh), cache)
+
+
+def placed(shapes: Any, shardings: Any) -> Any:
+    """A tree of shapes with the shardings of another."""
+    return jax.tree.map(
+        lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding),
+        shapes,
+        shardings,
     )
 
 
-def _place_array(entry: Any, axes: tuple[str | None, ...], mesh: AnyMesh) -> Any:
-    if isinstance(entry, tuple):
-        return tuple(named_sharding(array.shape, axes, mesh) for array in entry)
-    stacked = len(entry.shape) > len(axes)
-    return named_sharding(entry.shape, (None, *axes) if stacked else axes, mesh)
+def everywhere(tree: Any, mesh: AnyMesh | None) -> Any:
+    """Shapes of a tree's arrays, whole on every device; without a mesh the tree itself."""
+    if mesh is None:
+        return tree
+    whole = NamedSharding(mesh, PartitionSpec())
+    return jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=whole), tree)
+
+
+def shardings_of(tree: Any) -> Any:
+    """Where the arrays of a tree lie."""
+    return jax.tree.map(lambda array: array.sharding, tree)

@@ -16,13 +16,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxserve.engine.build import layer_loop_for, local_target
+from jaxserve.engine.shardings import cache_shardings
 from jaxserve.evaluation.sides import Side, require_same_vocabulary
 from jaxserve.model.cache import Cache, make_cache, page_layouts
 from jaxserve.model.rows import sequence_rows
 from jaxserve.model.transformer import Params, Transformer
 from jaxserve.text.windows import Window
+from sharding import make_mesh
 
 Scored = jax.Array | npt.NDArray[Any]
 """On the device while they are computed, on the host after."""
@@ -133,27 +136,35 @@ class _Reader:
         cache = replace(config.cache, num_pages=(max(num_pages, 2),) * len(config.model.windows))
         config = replace(config, cache=cache)
         layouts = page_layouts(config, jax.default_backend())
+        mesh = make_mesh(config.mesh)
         transformer = Transformer(
-            config, layouts, layer_loop_for(jax.default_backend()), target=local_target()
+            config, layouts, layer_loop_for(jax.default_backend()), mesh, local_target()
         )
+        make = functools.partial(make_cache, config, layouts)
+        whole, places = None, None
+        if mesh is not None:
+            whole, places = NamedSharding(mesh, PartitionSpec()), cache_shardings(jax.eval_shape(make), mesh)
         self.chunk_rows = config.chunk_rows[-1]
         self.seconds = 0.0
         self._params = side.params
-        self._cache = make_cache(config, layouts)
+        self._cache = jax.jit(make, out_shardings=places)()
         hidden = jax.eval_shape(
             functools.partial(read_chunk, transformer),
             *(self._params, self._cache, jnp.zeros(self.chunk_rows, jnp.int32), 0, 0),
         )[0]
-        tokens = jax.ShapeDtypeStruct((self.chunk_rows,), jnp.int32)
-        number = jax.ShapeDtypeStruct((), jnp.int32)
-        self._hidden_TD = jnp.zeros(hidden.shape, hidden.dtype)
+        hidden = jax.ShapeDtypeStruct(hidden.shape, hidden.dtype, sharding=whole)
+        tokens = jax.ShapeDtypeStruct((self.chunk_rows,), jnp.int32, sharding=whole)
+        number = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)
+        self._hidden_TD = jnp.zeros(hidden.shape, hidden.dtype, device=whole)
         self._read = (
-            jax.jit(functools.partial(read_chunk, transformer), donate_argnums=1)
+            jax.jit(
+                functools.partial(read_chunk, transformer), donate_argnums=1, out_shardings=(whole, places)
+            )
             .lower(self._params, self._cache, tokens, number, number)
             .compile()
         )
         self._logits = (
-            jax.jit(functools.partial(chunk_logits, transformer))
+            jax.jit(functools.partial(chunk_logits, transformer), out_shardings=whole)
             .lower(self._params, hidden, number)
             .compile()
         )
@@ -172,6 +183,7 @@ class _Reader:
         """Float32 `[R, V]` of the chunk's rows from `first` on; beyond its end whatever is there."""
         started = time.monotonic()
         logits_RV = self._logits(self._params, self._hidden_TD, np.int32(first))
+        logits_RV = jax.device_put(logits_RV, jax.devices()[0])  # The other model may have another mesh.
         logits_RV.block_until_ready()
         self.seconds += time.monotonic() - started
         return logits_RV

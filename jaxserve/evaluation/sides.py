@@ -82,7 +82,7 @@ class Side:
         Raises ValueError for a length beyond the model's.
         """
         options = replace(self.options, max_model_len=max_model_len, num_slots=1, kv_memory=None)
-        return configure(self._model.checkpoint, options)
+        return configure(self._model.checkpoint, options, loaded=True)
 
     def footprint(self) -> Footprint:
         """Its bytes as they lie on the device."""

@@ -1,23 +1,15 @@
-"""Attention over the paged cache: every device writes and reads the pages of its own KV heads."""
+"""Attention over the paged cache."""
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-
 import jax
-from jax.sharding import Mesh
 
-from jaxserve.model.cache import CACHE_AXES, CacheGroup
+from jaxserve.model.cache import CacheGroup
 from jaxserve.model.rows import Rows
 from pallas_kernels.dispatch import Target
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.page_layout import PageLayout
 from pallas_kernels.ragged_paged_attention import AttentionParams, ragged_paged_attention
-from sharding import per_shard, shard_size
-
-HEAD_AXES = (None, "kv_heads", None)
-"""Logical axes of queries, keys and values: query heads are grouped by KV head."""
 
 
 def write_and_attend(
@@ -32,57 +24,21 @@ def write_and_attend(
     layout: PageLayout,
     params: AttentionParams,
     single: bool,
-    mesh: Mesh | None,
     target: Target,
 ) -> tuple[jax.Array, CacheGroup]:
     """`[T, H, h]`: attention of each row, and the pages with this step's keys and values written.
 
     Args:
-        q_THh, k_TKh, v_TKh: rotary already applied.
-        pages: the layer's cache group, donated by the caller's step.
+        q_THh, k_TKh, v_TKh: rotary already applied; on a mesh those of one device's heads.
+        pages: the layer's cache group, donated by the caller's step; on a mesh one device's part.
         rows: the batch.
         group: the number of the cache group.
         first_page: int32 scalar, the layer's offset in the pool.
-        layout: the group's, over all KV heads.
+        layout: of these pages.
         params: the static half of the attention.
         single: every sequence has exactly one row.
-        mesh: the devices over which KV heads are spread.
-        target: their kind.
-
-    Raises ValueError at trace time if the mesh does not divide the KV heads.
+        target: the kind of device.
     """
-    own_heads = shard_size("kv_heads", layout.num_kv_heads, mesh)
-    run = per_shard(
-        functools.partial(
-            _write_and_attend_own,
-            group=group,
-            layout=dataclasses.replace(layout, num_kv_heads=own_heads),
-            params=params,
-            single=single,
-            target=target,
-        ),
-        mesh,
-        in_axes=(HEAD_AXES, HEAD_AXES, HEAD_AXES, CACHE_AXES, (), ()),
-        out_axes=HEAD_AXES,
-    )
-    return run(q_THh, k_TKh, v_TKh, pages, rows, first_page)
-
-
-def _write_and_attend_own(
-    q_THh: jax.Array,
-    k_TKh: jax.Array,
-    v_TKh: jax.Array,
-    pages: CacheGroup,
-    rows: Rows,
-    first_page: jax.Array,
-    *,
-    group: int,
-    layout: PageLayout,
-    params: AttentionParams,
-    single: bool,
-    target: Target,
-) -> tuple[jax.Array, CacheGroup]:
-    """The same for some of the KV heads."""
     pool, scales = kv_write(
         pages.pool,
         pages.scales,

@@ -10,11 +10,10 @@ from jax.sharding import Mesh
 
 from jaxserve.config import ModelConfig
 from jaxserve.model.layers import Weight, product_flat, swiglu
+from jaxserve.model.parameters import EXPERT_NAMES, expert_parameters
+from jaxserve.model.spread import cut_by, weight_specs
 from pallas_kernels.grouped_mlp import grouped_mlp
 from sharding import per_shard, shard_index, shard_sum
-
-STACK_AXES = (None, "experts")
-"""Logical axes of a stack of the experts' matrices, and of a quantised one's scales; others are whole."""
 
 
 def route(x_TD: jax.Array, router_ED: jax.Array, model: ModelConfig) -> tuple[jax.Array, jax.Array]:
@@ -51,19 +50,25 @@ def expert_mlp(
         down_LEDF: likewise.
         layer: which of these layers it is.
         tile_rows: rows of one expert multiplied at a time.
-        mesh: the devices over which the experts are spread; each runs its own and the results are added up.
+        mesh: the devices over which the experts are spread; each runs its own, or its slice of each, and the
+            results are added up.
     """
     expert_Tk, weight_Tk = route(x_TD, router_ED, model)
     # Padding chooses an expert that no device has.
     expert_Tk = jnp.where(valid_T[:, None], expert_Tk, model.num_experts)
+    infos = [expert_parameters(model)[name] for name in EXPERT_NAMES]
+    specs = [
+        weight_specs(stack, info, mesh) for stack, info in zip((gate_up_LE2FD, down_LEDF), infos, strict=True)
+    ]
+    axis = cut_by(infos[0], mesh).axes[0]
     run = per_shard(
-        functools.partial(_own_experts, model=model, tile_rows=tile_rows, mesh=mesh),
+        functools.partial(_own_experts, model=model, tile_rows=tile_rows, mesh=mesh, axis=axis),
         mesh,
-        in_axes=((), (), (), STACK_AXES, STACK_AXES, ()),
+        in_axes=((), (), (), *specs, ()),
         out_axes=(),
     )
     layer = jnp.asarray(layer, jnp.int32)
-    return run(x_TD, expert_Tk, weight_Tk, gate_up_LE2FD, down_LEDF, layer).astype(x_TD.dtype)
+    return run(x_TD, expert_Tk, weight_Tk, gate_up_LE2FD, down_LEDF, layer)
 
 
 def _own_experts(
@@ -77,10 +82,14 @@ def _own_experts(
     model: ModelConfig,
     tile_rows: int,
     mesh: Mesh | None,
+    axis: str | None,
 ) -> jax.Array:
-    """Float32 `[T, D]`: the sum over all devices, each of which sees its part of the experts."""
+    """`[T, D]`: the sum over all devices, each of which sees its part of the experts.
+
+    `axis` is the logical one that tells which experts a device has.
+    """
     num_own = jax.tree.leaves(gate_up_LE2FD)[0].shape[1]
-    expert_M = expert_Tk.reshape(-1) - shard_index("experts", mesh) * num_own
+    expert_M = expert_Tk.reshape(-1) - shard_index(axis or "", mesh) * num_own
     # Other devices' experts, and padding, sort behind every one of ours and are counted in no group.
     expert_M = jnp.where((expert_M >= 0) & (expert_M < num_own), expert_M, num_own)
     order_M = jnp.argsort(expert_M, stable=True).astype(jnp.int32)
@@ -97,7 +106,7 @@ def _own_experts(
         activate=functools.partial(swiglu, activation=model.activation),
         tile_rows=tile_rows,
     )
-    return shard_sum(out_TD, "experts", mesh)
+    return shard_sum(out_TD.astype(x_TD.dtype), "experts", mesh)
 
 
 def _joined(stack: Weight) -> Weight:

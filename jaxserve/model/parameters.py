@@ -60,12 +60,8 @@ def layer_parameters(config: ModelConfig, kind: LayerKind) -> dict[str, Paramete
         info["post_attn_norm"] = _norm(hidden)
     info["mlp_norm"] = _norm(hidden)
     if kind.experts:
-        experts, width = config.num_experts, config.expert_intermediate_size
-        info["router"] = ParameterInfo((experts, hidden), (None, "hidden"), full_precision=True)
-        info["expert_gate_up"] = ParameterInfo(
-            (experts, 2, width, hidden), ("experts", None, "expert_mlp", "hidden")
-        )
-        info["expert_down"] = ParameterInfo((experts, hidden, width), ("experts", "hidden", "expert_mlp"))
+        info["router"] = ParameterInfo((config.num_experts, hidden), (None, "hidden"), full_precision=True)
+        info |= expert_parameters(config)
     else:
         width = config.intermediate_size
         info["gate_up"] = ParameterInfo((2, width, hidden), (None, "mlp", "hidden"))
@@ -73,6 +69,14 @@ def layer_parameters(config: ModelConfig, kind: LayerKind) -> dict[str, Paramete
     if config.post_norms:
         info["post_mlp_norm"] = _norm(hidden)
     return info
+
+
+def expert_parameters(config: ModelConfig) -> dict[str, ParameterInfo]:
+    """The matrices of a layer's experts, in the order of EXPERT_NAMES."""
+    experts, hidden, width = config.num_experts, config.hidden_size, config.expert_intermediate_size
+    gate_up = ParameterInfo((experts, 2, width, hidden), ("experts", None, "expert_mlp", "hidden"))
+    down = ParameterInfo((experts, hidden, width), ("experts", "hidden", "expert_mlp"))
+    return dict(zip(EXPERT_NAMES, (gate_up, down), strict=True))
 
 
 def model_parameters(config: ModelConfig) -> Iterator[tuple[str, ParameterInfo]]:

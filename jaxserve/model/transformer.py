@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import jax
@@ -20,25 +20,25 @@ from jax.sharding import Mesh
 
 from jaxserve.config import EngineConfig, LayerKind, ModelConfig, Segment
 from jaxserve.model.attention import write_and_attend
-from jaxserve.model.cache import Cache, LayerPlace, layer_places
+from jaxserve.model.cache import CACHE_AXES, Cache, CacheGroup, LayerPlace, layer_places
 from jaxserve.model.experts import expert_mlp
+from jaxserve.model.layer_weights import LayerWeights
 from jaxserve.model.layers import (
     apply_rope,
-    linear,
-    product,
     product_flat,
     rms_norm,
     rope_tables,
     swiglu,
     take_rows,
 )
-from jaxserve.model.parameters import EXPERT_NAMES
+from jaxserve.model.parameters import EXPERT_NAMES, layer_parameters, model_parameters
 from jaxserve.model.peaks import Peaks, SegmentPeaks, raise_peaks
 from jaxserve.model.rows import Rows
-from jaxserve.quantization.weight import QuantisedWeight
+from jaxserve.model.spread import weight_specs
 from pallas_kernels.dispatch import Target
 from pallas_kernels.page_layout import PageLayout
 from pallas_kernels.ragged_paged_attention import AttentionParams
+from sharding import per_shard, shard_index, shard_sum
 
 LayerLoop = Literal["stacked", "switched", "unrolled"]
 """How the loop over layers finds a layer's matrices.
@@ -59,53 +59,8 @@ matrix there may be a `QuantisedWeight`, of such arrays or tuples."""
 
 Carry = tuple[jax.Array, Cache, SegmentPeaks | None]
 """What goes from layer to layer: hidden states, caches, and the segment's peaks if they are asked for."""
-
-
-@dataclass(frozen=True)
-class LayerWeights:
-    """The parameters of one layer: those of its position in the pattern, and which repetition it is."""
-
-    parameters: Mapping[str, Any]
-    repetition: jax.Array | int
-    target: Target
-    inputs: dict[str, jax.Array] | None = None
-    """Takes what each matrix is multiplied with, while the layer is traced; None where nobody asks."""
-
-    def see(self, name: str, x: jax.Array) -> None:
-        """Note the input `[T, *in]` of a matrix."""
-        if self.inputs is not None:
-            self.inputs[name] = x
-
-    def small(self, name: str) -> jax.Array:
-        """A norm, a bias or a router."""
-        return self.parameters[name][self.repetition]
-
-    def linear(self, name: str, x: jax.Array) -> jax.Array:
-        """`[T, *out]`: x `[T, *in]` times one of the layer's matrices, plus its bias if it has one."""
-        self.see(name, x)
-        weight = self.parameters[name]
-        bias = self.small(f"{name}_bias") if f"{name}_bias" in self.parameters else None
-        values = weight.values if isinstance(weight, QuantisedWeight) else weight
-        if not isinstance(values, tuple) or isinstance(self.repetition, int):
-            return linear(x, jax.tree.map(self._own, weight, is_leaf=lambda x: isinstance(x, tuple)), bias)
-
-        def switch(function: Callable[..., jax.Array], *operands: Any) -> jax.Array:
-            branches = [functools.partial(function, matrix) for matrix in values]
-            return jax.lax.switch(self.repetition, branches, *operands)
-
-        if isinstance(weight, QuantisedWeight):
-            zeros = None if weight.zeros is None else self._own(weight.zeros)
-            weight = QuantisedWeight(None, self._own(weight.scales), zeros, weight.format)
-        out = product_flat(x, weight, switch, target=self.target)
-        return (out if bias is None else out + bias[None]).astype(x.dtype)
-
-    def _own(self, stack: Any) -> jax.Array:
-        """What an array over the repetitions, or a tuple of arrays, has for this one."""
-        return stack[self.repetition]
-
-    def experts(self, name: str) -> Any:
-        """The stack `[count, E, ...]` of all repetitions' experts."""
-        return self.parameters[name]
+_ATTENTION_NAMES = ("qkv", "qkv_bias", "q_norm", "k_norm", "o")
+_MLP_NAMES = ("gate_up", "down")
 
 
 @dataclass(frozen=True)
@@ -163,7 +118,7 @@ class Transformer:
         """Through the layers; peaks are raised if there are any."""
         model, (cache, peaks) = self.model, state
         num_layers = model.num_layers if num_layers is None else num_layers
-        x_TD = take_rows(params["embed"], token_T, jnp.dtype(self.config.compute_format))
+        x_TD = self._embed(params["embed"], token_T)
         if model.embed_scale != 1.0:
             x_TD = x_TD * jnp.asarray(model.embed_scale, x_TD.dtype)
         ropes = {
@@ -186,12 +141,35 @@ class Transformer:
         """Float32 `[R, V]` of some rows' hidden states."""
         model = self.model
         normed_RD = self._norm(x_RD, params["final_norm"])
-        table_VD = params["embed"] if model.tie_embeddings else params["head"]
-        multiply = product if self.mesh else functools.partial(product_flat, target=self.target)
-        logits_RV = multiply(normed_RD, table_VD)
+        name = "embed" if model.tie_embeddings else "head"
+        specs = self._table_specs(params[name])
+        multiply = functools.partial(product_flat, target=self.target)
+        run = per_shard(multiply, self.mesh, in_axes=((), specs), out_axes=(None, "vocab"))
+        logits_RV = run(normed_RD, params[name])
         if model.logit_softcap:
             logits_RV = model.logit_softcap * jnp.tanh(logits_RV / model.logit_softcap)
         return logits_RV
+
+    def _embed(self, table_VD: Any, token_T: jax.Array) -> jax.Array:
+        """`[T, D]` the tokens' embeddings, of which a device has those of its part of the vocabulary."""
+        dtype = jnp.dtype(self.config.compute_format)
+        if self.mesh is None:
+            return take_rows(table_VD, token_T, dtype)
+
+        def own(table_VD: Any, token_T: jax.Array) -> jax.Array:
+            num_own = jax.tree.leaves(table_VD)[0].shape[0]
+            row_T = jnp.clip(token_T, 0, self.model.vocab_size - 1)
+            row_T -= shard_index("vocab", self.mesh) * num_own
+            is_own_T = (row_T >= 0) & (row_T < num_own)
+            x_TD = take_rows(table_VD, jnp.where(is_own_T, row_T, 0), dtype)
+            return shard_sum(jnp.where(is_own_T[:, None], x_TD, 0), "vocab", self.mesh)
+
+        run = per_shard(own, self.mesh, in_axes=(self._table_specs(table_VD), ()), out_axes=())
+        return run(table_VD, token_T)
+
+    def _table_specs(self, table_VD: Any) -> Any:
+        """Of the embedding or the head, which lie alike."""
+        return weight_specs(table_VD, dict(model_parameters(self.model))["embed"], self.mesh)
 
     def _norm(self, x: jax.Array, weight: jax.Array) -> jax.Array:
         return rms_norm(x, weight, self.model.norm_eps, exact_order=self.config.deterministic)
@@ -269,11 +247,50 @@ class Transformer:
                 mesh=self.mesh,
             )
         else:
-            gate_up_T2F = layer.linear("gate_up", normed_TD)
-            out_TD = layer.linear("down", swiglu(gate_up_T2F, model.activation))
+            mlp = self._per_shard(self._own_mlp, _MLP_NAMES, kind, layer, in_axes=((),), out_axes=())
+            out_TD = mlp(normed_TD)
         if model.post_norms:
             out_TD = self._norm(out_TD, layer.small("post_mlp_norm"))
         return x_TD + out_TD, cache
+
+    def _per_shard(
+        self,
+        function: Callable[..., Any],
+        names: tuple[str, ...],
+        kind: LayerKind,
+        layer: LayerWeights,
+        *,
+        in_axes: tuple[Any, ...],
+        out_axes: Any,
+    ) -> Callable[..., Any]:
+        """`function(weights, *operands)`, run by every device on its part of the layer's weights.
+
+        Args:
+            function: takes the LayerWeights of these names.
+            names: of parameters, those left out that the layer does not have.
+            kind, layer: the layer.
+            in_axes: logical axes of each operand.
+            out_axes: of the result.
+        """
+        if self.mesh is None:
+            return functools.partial(function, layer)
+        infos = layer_parameters(self.model, kind)
+        own = {name: layer.parameters[name] for name in names if name in infos}
+        specs = {name: weight_specs(entry, infos[name], self.mesh) for name, entry in own.items()}
+        number = layer.repetition if isinstance(layer.repetition, int) else None
+
+        def run_own(parameters: Mapping[str, Any], repetition: jax.Array, *operands: Any) -> Any:
+            repetition_or_number = repetition if number is None else number
+            return function(LayerWeights(parameters, repetition_or_number, self.target), *operands)
+
+        run = per_shard(run_own, self.mesh, in_axes=(specs, (), *in_axes), out_axes=out_axes)
+        return functools.partial(run, own, jnp.asarray(layer.repetition, jnp.int32))
+
+    def _own_mlp(self, layer: LayerWeights, x_TD: jax.Array) -> jax.Array:
+        """The gated feed-forward part: every device has some of its channels."""
+        gate_up_T2F = layer.linear("gate_up", x_TD)
+        out_TD = layer.linear("down", swiglu(gate_up_T2F, self.model.activation))
+        return shard_sum(out_TD, "mlp", self.mesh)
 
     def _attention(
         self,
@@ -287,25 +304,49 @@ class Transformer:
         rope: tuple[jax.Array, jax.Array],
         single: bool,
     ) -> tuple[jax.Array, Cache]:
+        """Attention of every device's own KV heads, and the cache with their pages written."""
+        run = self._per_shard(
+            functools.partial(self._own_attention, kind, group, single),
+            _ATTENTION_NAMES,
+            kind,
+            layer,
+            in_axes=((), CACHE_AXES, (), (), ()),
+            out_axes=((), CACHE_AXES),
+        )
+        first_page = index * self.layouts[group].num_pages
+        mixed_TD, updated = run(x_TD, cache[group], rows, rope, first_page)
+        return mixed_TD, (*cache[:group], updated, *cache[group + 1 :])
+
+    def _own_attention(
+        self,
+        kind: LayerKind,
+        group: int,
+        single: bool,
+        layer: LayerWeights,
+        x_TD: jax.Array,
+        pages: CacheGroup,
+        rows: Rows,
+        rope: tuple[jax.Array, jax.Array],
+        first_page: jax.Array,
+    ) -> tuple[jax.Array, CacheGroup]:
         """Project, rotate, write the new keys and values to their pages, attend, project back."""
-        model, layout = self.model, self.layouts[group]
-        num_rows = x_TD.shape[0]
+        model, num_rows = self.model, x_TD.shape[0]
         qkv = layer.linear("qkv", x_TD)
-        q_THh = qkv[:, :, :-2].reshape(num_rows, model.num_heads, model.head_size)
+        q_THh = qkv[:, :, :-2].reshape(num_rows, -1, model.head_size)
         k_TKh, v_TKh = qkv[:, :, -2], qkv[:, :, -1]
         if model.qk_norm:
             q_THh = self._norm(q_THh, layer.small("q_norm"))
             k_TKh = self._norm(k_TKh, layer.small("k_norm"))
         q_THh, k_TKh = apply_rope(q_THh, *rope), apply_rope(k_TKh, *rope)
-        mixed_THh, updated = write_and_attend(
+        mixed_THh, pages = write_and_attend(
             q_THh,
             k_TKh,
             v_TKh,
-            cache[group],
+            pages,
             rows,
             group,
-            index * layout.num_pages,
-            layout=layout,
+            first_page,
+            layout=replace(self.layouts[group], num_kv_heads=k_TKh.shape[1]),
             params=AttentionParams(
                 scale=model.attention_scale,
                 window=kind.window,
@@ -316,12 +357,10 @@ class Transformer:
                 exact_order=self.config.deterministic,
             ),
             single=single,
-            mesh=self.mesh,
             target=self.target,
         )
-        cache = (*cache[:group], updated, *cache[group + 1 :])
-        mixed = mixed_THh.reshape(num_rows, model.num_kv_heads, model.queries_per_kv, model.head_size)
-        return layer.linear("o", mixed), cache
+        mixed = mixed_THh.reshape(num_rows, -1, model.queries_per_kv, model.head_size)
+        return shard_sum(layer.linear("o", mixed), "kv_heads", self.mesh), pages
 
 
 def _rope_kind(kind: LayerKind) -> LayerKind:

@@ -99,6 +99,30 @@ def dequantise(weight: QuantisedWeight) -> jax.Array:
     return (grouped.astype(jnp.float32) * scales).reshape(values.shape)
 
 
+def regrouped(weight: QuantisedWeight, num_parts: int) -> QuantisedWeight:
+    """The same numbers, in groups so small that each of `num_parts` equal runs of inputs holds whole ones.
+
+    Raises ValueError where a run would end within a byte.
+    """
+    num_groups = weight.scales.shape[-1]
+    packed = weight.format.storage == "uint4x2"
+    num_inputs = weight.values.size * (2 if packed else 1) * num_groups // weight.scales.size
+    group = num_inputs // num_groups
+    smaller = math.gcd(group, num_inputs // num_parts)
+    if packed and smaller % 2:
+        raise ValueError(
+            f"{weight.format.name} of {num_inputs} inputs in {num_parts} parts: two numbers of a byte part"
+        )
+    if smaller == group:
+        return weight
+
+    def repeat(array: jax.Array) -> jax.Array:
+        return jnp.repeat(array, group // smaller, axis=-1)
+
+    zeros = None if weight.zeros is None else repeat(weight.zeros)
+    return QuantisedWeight(weight.values, repeat(weight.scales), zeros, weight.format)
+
+
 def pack_nibbles(values: jax.Array) -> jax.Array:
     """uint8 of half the last axis: each byte two neighbours of 0 to 15, the first in its low half."""
     pairs = values.astype(jnp.uint8).reshape(*values.shape[:-1], -1, 2)

@@ -56,7 +56,7 @@ def main() -> None:
         AttentionCase(head_size, 2, queries, kv_format, "", "bfloat16", page_size, window)
         for head_size, queries, kv_format, page_size, window in FURTHER
     ]
-    with Machine.parse("h200").mesh("device") as mesh:
+    with Machine.parse("h200").mesh([("device", 1)]) as mesh:
         for case in cases:
             for single in (True, False):
                 with _standard_output() as read:

@@ -39,7 +39,7 @@ def main() -> None:
         AttentionCase(128, 1, 4, kv_format, compute="bfloat16", page_size=page_size)
         for kv_format, page_size in FURTHER_PAGE_SIZES
     ]
-    with Machine.parse(sys.argv[1]).mesh("device") as mesh:
+    with Machine.parse(sys.argv[1]).mesh([("device", 1)]) as mesh:
         device = mesh.devices.flat[0]
         target = dataclasses.replace(Target.of(device), overrides=(("ragged_paged_attention", "tpu"),))
         place = jax.sharding.SingleDeviceSharding(device)

@@ -37,7 +37,7 @@ def test_models_are_routes_by_their_own_names_and_the_first_is_the_default() -> 
 def test_a_route_s_own_options_come_before_those_of_all() -> None:
     text = (
         "small=m,dtype=float32,quantize=int8,kv=int8,slots=3,max-model-len=99,max_chunk=16,kv_memory=2M,deterministic,"
-        "host_kv_memory=1G,max_waiting=5,generation_config=none,speculative=none"
+        "host_kv_memory=1G,max_waiting=5,generation_config=none,speculative=none,mesh=tensor=2+expert=4"
     )
     other, small = routes(
         "m", "--route", text, "--num-slots", "8", "--max-waiting", "7", "--speculative", "ngram"
@@ -55,6 +55,7 @@ def test_a_route_s_own_options_come_before_those_of_all() -> None:
         "host_kv_memory": 2**30,
         "deterministic": True,
         "speculative": None,
+        "mesh": "tensor=2,expert=4",
     }
     assert (small.max_waiting, small.generation_config) == (5, "none")
 

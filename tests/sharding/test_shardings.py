@@ -1,55 +1,36 @@
-"""A step spread over eight devices answers as on one."""
+"""Where parameters lie on a mesh."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, PartitionSpec
 
+from jaxserve.config import LayerKind, ModelConfig
 from jaxserve.engine.parameters import abstract_parameters
 from jaxserve.engine.shardings import parameter_shardings
 from jaxserve.model.transformer import LayerLoop
 from jaxserve.quantization import recipe_named
-from tests.sharding.sharded_step import MODEL
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-BOUNDS = {None: 2e-3, "int4": 2e-3, "int8": 0.02}
-"""How far log-probabilities may part, by recipe, of keys and values in int8."""
-EIGHT_DEVICES = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", [None, "int8", "int4"])
-def test_greedy_answers_are_the_same_on_eight_devices_and_on_one(recipe: str | None) -> None:
-    process = subprocess.run(
-        [sys.executable, "-m", "tests.sharding.sharded_step", *([recipe] if recipe else [])],
-        cwd=REPOSITORY,
-        env=os.environ | EIGHT_DEVICES,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert process.returncode == 0, process.stderr[-4000:]
-    answers = json.loads(process.stdout)
-    alone, spread = answers["alone"], answers["spread"]
-    assert all(len(set(tokens)) > len(tokens) / 2 for tokens in alone["tokens"])
-    for number, tokens in enumerate(alone["tokens"]):
-        ours, theirs = spread["logprobs"][number], alone["logprobs"][number]
-        pairs = zip(tokens, spread["tokens"][number], strict=True)
-        parted = next((place for place, (one, other) in enumerate(pairs) if one != other), len(tokens))
-        np.testing.assert_allclose(ours[:parted], theirs[:parted], atol=BOUNDS[recipe], rtol=0)
-        # Sums over devices round otherwise, and then now and then the numbers that a row is rounded to.
-        assert parted == len(tokens) or (
-            recipe == "int8" and alone["margins"][number][parted] < 2 * BOUNDS[recipe]
-        )
+WINDOWED, FULL, EXPERTS = LayerKind(window=12), LayerKind(), LayerKind(experts=True)
+MODEL = ModelConfig(
+    family="tiny",
+    vocab_size=256,
+    hidden_size=48,
+    intermediate_size=64,
+    num_heads=16,
+    num_kv_heads=8,
+    head_size=16,
+    layers=(WINDOWED, FULL) * 2 + (EXPERTS,) * 2,
+    max_position=256,
+    qk_norm=True,
+    qkv_bias=True,
+    num_experts=16,
+    experts_per_token=3,
+    expert_intermediate_size=24,
+    tie_embeddings=False,
+)
 
 
 @pytest.mark.parametrize("layer_loop", ["stacked", "unrolled"])
@@ -73,7 +54,7 @@ def test_scales_are_cut_as_the_outputs_and_groups_that_they_belong_to(layer_loop
     mesh = AbstractMesh((8,), ("tensor",))
 
     def shardings(recipe: str) -> Any:
-        params = abstract_parameters(MODEL, "bfloat16", layer_loop, recipe_named(recipe))
+        params = abstract_parameters(MODEL, "bfloat16", layer_loop, recipe_named(recipe), mesh)
         return parameter_shardings(params, MODEL, mesh)
 
     by_channel, by_group = shardings("int8"), shardings("int4")
@@ -90,8 +71,9 @@ def test_scales_are_cut_as_the_outputs_and_groups_that_they_belong_to(layer_loop
         assert [sharding.spec for sharding in values] == [matrix, matrix]
     # Sixteen heads of 16 and groups of 32: one group for the two query heads of a KV head.
     assert by_group["segments"][0][0]["o"].scales.spec == PartitionSpec(None, None, "tensor")
-    # Two groups of 32 channels, of which a device has eight.
-    assert by_group["segments"][0][0]["down"].scales.spec == PartitionSpec(None, None, None)
+    # Two groups of 32 channels, of which a device has eight: their scales are there four times.
+    down = by_group["segments"][0][0]["down"]
+    assert down.scales.spec == PartitionSpec(None, None, "tensor")
 
 
 def test_a_mesh_that_does_not_divide_the_model_is_refused() -> None:

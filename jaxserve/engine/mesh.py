@@ -1,0 +1,159 @@
+"""Over which devices a model is spread: what a user names, checked against the model, or what fits it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+
+from jaxserve.config import ModelConfig
+from jaxserve.model.spread import repeat_kv_heads
+from sharding import EXPERT, TENSOR, MeshAxes, mesh_name, mesh_size, parse_mesh
+
+logger = logging.getLogger(__name__)
+
+AUTO = "auto"
+WEIGHTS_SHARE = 0.5
+"""Of a device's memory, the most that weights take where `auto` chooses: as much again is for pages."""
+_MOST_DEVICES = 1024
+"""Up to which the sizes that a model can be cut into are looked for."""
+_GIB = 2**30
+
+
+def spread_model(model: ModelConfig, axes: MeshAxes) -> ModelConfig:
+    """The model as a mesh has it: KV heads repeated where they are fewer than the devices that share them.
+
+    Raises ValueError, naming the mesh axis, the sizes and the nearest ones that do, where the mesh does not
+    divide the model.
+    """
+    reason = _obstacle(model, axes)
+    if reason is None:
+        return repeat_kv_heads(model, dict(axes).get(TENSOR, 1))
+    choices = " or ".join(mesh_name(choice) for choice in _nearest(model, axes))
+    raise ValueError(f"mesh {mesh_name(axes)}: {reason}; nearest to it are {choices}")
+
+
+def require_devices(axes: MeshAxes, num_devices: int, platform: str) -> None:
+    """Raise ValueError, naming both numbers, for a mesh of more devices than there are."""
+    size = mesh_size(axes)
+    if size > num_devices:
+        hint = "; XLA_FLAGS=--xla_force_host_platform_device_count=N makes a CPU N devices"
+        raise ValueError(
+            f"mesh {mesh_name(axes)} takes {size} devices, and there are {num_devices} of {platform}"
+            f"{hint if platform == 'cpu' else ''}"
+        )
+
+
+def resolve_mesh(
+    option: str | None,
+    model: ModelConfig,
+    num_devices: int,
+    platform: str,
+    memory_bytes: Callable[[], int],
+    weight_bytes: Callable[[MeshAxes], int],
+) -> MeshAxes:
+    """The axes of the mesh that an option stands for.
+
+    Args:
+        option: as `EngineOptions.mesh`.
+        model: as a single device has it.
+        num_devices: that there are, of this `platform`.
+        memory_bytes: of each, what is free for weights and pages; not asked where they share one memory.
+        weight_bytes: of one device of a mesh.
+
+    Raises ValueError, naming the axis and the sizes, for one that the model or the devices do not allow.
+    """
+    if option is None:
+        return ()
+    if option != AUTO:
+        axes = parse_mesh(option)
+        spread_model(model, axes)
+        require_devices(axes, num_devices, platform)
+        return axes
+    if num_devices == 1 or platform == "cpu":
+        why = "there is one" if num_devices == 1 else "those of a CPU share its memory and its cores"
+        logger.info("mesh auto: one device, since %s", why)
+        return ()
+    return _choose(model, num_devices, memory_bytes(), weight_bytes)
+
+
+def _choose(
+    model: ModelConfig, num_devices: int, memory: int, weight_bytes: Callable[[MeshAxes], int]
+) -> MeshAxes:
+    """The smallest mesh whose devices have room for as many bytes of pages as of weights."""
+    axes: MeshAxes = ()
+    for axes in _legal(model, num_devices):
+        own = weight_bytes(axes)
+        if own <= WEIGHTS_SHARE * memory:
+            logger.info(
+                "mesh auto: %s of %d devices, the fewest on which weights (%.2f GiB each) leave at least as "
+                "much of %.2f GiB to pages",
+                mesh_name(axes),
+                num_devices,
+                own / _GIB,
+                memory / _GIB,
+            )
+            return axes
+    logger.info(
+        "mesh auto: %s, the most of %d devices that the model can be cut into; weights take %.2f of %.2f GiB "
+        "each",
+        mesh_name(axes),
+        num_devices,
+        weight_bytes(axes) / _GIB,
+        memory / _GIB,
+    )
+    return axes
+
+
+def _legal(model: ModelConfig, most: int) -> Iterator[MeshAxes]:
+    """Meshes of up to so many devices that divide the model, rising; of each size that which repeats no KV
+    head rather than one that does, and then that which cuts attention most."""
+    for size in range(1, most + 1):
+        factors = [tensor for tensor in range(size, 0, -1) if size % tensor == 0]
+        factors.sort(key=lambda tensor: model.num_kv_heads % tensor != 0)
+        for tensor in factors:
+            axes = _axes(tensor, size // tensor)
+            if _obstacle(model, axes) is None:
+                yield axes
+                break
+
+
+def _nearest(model: ModelConfig, axes: MeshAxes) -> list[MeshAxes]:
+    """Meshes that divide the model and differ from this one in one axis least: the next below and above."""
+    sizes = dict(axes)
+    found: list[MeshAxes] = []
+    for axis, size in axes:
+        for tries in (range(size - 1, 0, -1), range(size + 1, _MOST_DEVICES)):
+            changed = (_axes(**(sizes | {axis: other})) for other in tries)
+            found += [next((one for one in changed if _obstacle(model, one) is None), ())]
+    # A single device is always there, and is said only where there is nothing else below.
+    return [one for one in dict.fromkeys(found) if one] or [()]
+
+
+def _obstacle(model: ModelConfig, axes: MeshAxes) -> str | None:
+    """Why a mesh does not divide a model, or None."""
+    sizes = dict(axes)
+    tensor, expert = sizes.get(TENSOR, 1), sizes.get(EXPERT, 1)
+    experts = model.num_experts if any(kind.experts for kind in model.layers) else 0
+    if expert > 1 and not experts:
+        return f"the model has no experts for mesh axis {EXPERT!r} to cut"
+    try:
+        repeat_kv_heads(model, tensor)
+    except ValueError as error:
+        return f"{error} along mesh axis {TENSOR!r}"
+    along = " and ".join(repr(axis) for axis, _ in axes)
+    wholes = {"vocab": model.vocab_size}
+    if not all(kind.experts for kind in model.layers):
+        wholes["mlp"] = model.intermediate_size
+    for name, size in wholes.items():
+        if size % (tensor * expert):
+            return f"{name} has size {size}, which the {tensor * expert} devices of {along} do not divide"
+    if experts % (tensor * expert) and (experts % expert or model.expert_intermediate_size % tensor):
+        return (
+            f"the model's {experts} experts of width {model.expert_intermediate_size} are cut neither whole "
+            f"nor in slices by the {tensor * expert} devices of {along}"
+        )
+    return None
+
+
+def _axes(tensor: int = 1, expert: int = 1) -> MeshAxes:
+    return parse_mesh(f"{TENSOR}={tensor},{EXPERT}={expert}")

@@ -1,0 +1,92 @@
+"""Parameters on their way to a mesh: each array straight to its shards; a device gets its part alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxserve.config import ModelConfig
+from jaxserve.engine.shardings import weight_shardings
+from jaxserve.model.parameters import ParameterInfo, model_parameters
+from jaxserve.model.spread import regrouped_for
+from jaxserve.quantization.weight import QuantisedWeight
+from sharding import named_sharding
+
+Parameter = Any
+"""A numpy or jax array, or a QuantisedWeight of such."""
+
+
+def to_shards(
+    named: Iterable[tuple[str, Parameter]], model: ModelConfig, mesh: Mesh | None
+) -> Iterator[tuple[str, Parameter]]:
+    """Parameters on the devices that hold them, as they arrive; what lies there already is not moved.
+
+    Args:
+        named: canonical names and parameters, as a checkpoint has them.
+        model: as the mesh has it, which may have more KV heads.
+        mesh: the devices; without one nothing is done.
+    """
+    if mesh is None:
+        yield from named
+        return
+    infos = dict(model_parameters(model))
+    for name, parameter in named:
+        yield name, _on_mesh(name, parameter, infos[name], mesh)
+
+
+def restored_place(mesh: Mesh, shape: Sequence[int], axes: Sequence[str | None]) -> NamedSharding:
+    """Where an array of a checkpoint is restored to: its shards, or, cut as it will not stay, everywhere."""
+    try:
+        return named_sharding(shape, axes, mesh)
+    except ValueError:
+        return NamedSharding(mesh, PartitionSpec())
+
+
+def _on_mesh(name: str, parameter: Parameter, info: ParameterInfo, mesh: Mesh) -> Parameter:
+    field = name.rpartition(".")[2]
+    if field in ("qkv", "qkv_bias"):
+        parameter = jax.tree.map(lambda array: _repeat_kv_heads(array, info.shape[0]), parameter)
+    elif field == "o":
+        parameter = _regroup_queries(parameter, info)
+    if isinstance(parameter, QuantisedWeight):
+        parameter = regrouped_for(parameter, info, mesh)
+    return jax.tree.map(_put, parameter, weight_shardings(parameter, info, mesh))
+
+
+def _repeat_kv_heads(array: Any, num_heads: int) -> Any:
+    """`[K, G + 2, ...]` with each KV head repeated to `num_heads` in all, its queries shared out."""
+    repeats = num_heads // array.shape[0]
+    if repeats == 1:
+        return array
+    queries = (array.shape[1] - 2) // repeats
+    xp = np if isinstance(array, np.ndarray) else jnp
+    return xp.concatenate(
+        [
+            array[:, :-2].reshape(num_heads, queries, *array.shape[2:]),
+            xp.repeat(array[:, -2:], repeats, axis=0),
+        ],
+        axis=1,
+    )
+
+
+def _regroup_queries(parameter: Parameter, info: ParameterInfo) -> Parameter:
+    """The output projection, whose inputs keep their order."""
+
+    def regroup(values: Any) -> Any:
+        return values.reshape(*info.shape[:3], values.shape[-1])
+
+    if isinstance(parameter, QuantisedWeight):
+        return dataclasses.replace(parameter, values=regroup(parameter.values))
+    return regroup(parameter)
+
+
+def _put(array: Any, sharding: NamedSharding) -> jax.Array:
+    if isinstance(array, jax.Array):
+        return jax.device_put(array, sharding)
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])

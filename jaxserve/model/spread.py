@@ -1,0 +1,91 @@
+"""How a model lies on a mesh: heads for every device, and where each parameter is cut."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from jaxserve.config import ModelConfig
+from jaxserve.model.parameters import ParameterInfo
+from jaxserve.quantization.weight import QuantisedWeight, regrouped
+from sharding import AnyMesh, num_shards, partition_spec, shard_size
+
+
+def repeat_kv_heads(model: ModelConfig, num_devices: int) -> ModelConfig:
+    """The model as so many devices have it that share out its attention.
+
+    Where it has fewer KV heads than there are devices, each head is there several times, and each copy serves
+    a part of the head's queries: numerically the same model.
+
+    Raises ValueError, naming the sizes, if heads can be neither shared out nor repeated evenly.
+    """
+    heads, queries = model.num_kv_heads, model.queries_per_kv
+    if heads % num_devices == 0:
+        return model
+    if num_devices % heads or queries % (num_devices // heads):
+        raise ValueError(
+            f"kv_heads has size {heads}, each with {queries} queries, which {num_devices} devices neither "
+            "divide nor repeat evenly"
+        )
+    return dataclasses.replace(model, num_kv_heads=num_devices)
+
+
+def cut_by(info: ParameterInfo, mesh: AnyMesh | None) -> ParameterInfo:
+    """A parameter whose experts, if there are too few for every device to have whole ones, are sliced."""
+    if "experts" not in info.axes:
+        return info
+    if info.shape[info.axes.index("experts")] % num_shards("experts", mesh) == 0:
+        return info
+    sliced = {"experts": "sliced_experts", "expert_mlp": "expert_slice"}
+    axes = tuple(sliced.get(axis, axis) if axis is not None else None for axis in info.axes)
+    return dataclasses.replace(info, axes=axes)
+
+
+def weight_specs(entry: Any, info: ParameterInfo, mesh: AnyMesh | None) -> Any:
+    """A tree of PartitionSpec in the form of one parameter, of a stack of them, or of a tuple.
+
+    Args:
+        entry: arrays or their shapes, quantised or not.
+        info: of one layer's.
+        mesh: the devices.
+
+    Raises ValueError, naming the axis and the sizes, where the mesh does not divide an array.
+    """
+    info = cut_by(info, mesh)
+    if not isinstance(entry, QuantisedWeight):
+        return _array_specs(entry, info.axes, mesh)
+    axes = info.scale_axes(grouped=entry.format.group > 0)
+    return QuantisedWeight(
+        _array_specs(entry.values, info.axes, mesh),
+        _array_specs(entry.scales, axes, mesh),
+        None if entry.zeros is None else _array_specs(entry.zeros, axes, mesh),
+        entry.format,
+    )
+
+
+def regrouped_for(weight: QuantisedWeight, info: ParameterInfo, mesh: AnyMesh | None) -> QuantisedWeight:
+    """A quantised parameter, the scales of its groups repeated so that every device has those of its inputs.
+
+    Raises ValueError where two numbers of a byte would lie on two devices.
+    """
+    if not weight.format.group:
+        return weight
+    num_parts = num_shards(cut_by(info, mesh).scale_axes(grouped=True)[-1], mesh)
+    return weight if num_parts == 1 else regrouped(weight, num_parts)
+
+
+def _array_specs(
+    entry: Any, axes: tuple[str | None, ...], mesh: AnyMesh | None
+) -> PartitionSpec | tuple[PartitionSpec, ...]:
+    if isinstance(entry, tuple):
+        return tuple(_array_spec(array, axes, mesh) for array in entry)
+    return _array_spec(entry, axes, mesh)
+
+
+def _array_spec(array: Any, axes: tuple[str | None, ...], mesh: AnyMesh | None) -> PartitionSpec:
+    stacked = len(array.shape) - len(axes)
+    for axis, size in zip(axes, array.shape[stacked:], strict=True):
+        shard_size(axis, size, mesh)
+    return partition_spec((None,) * stacked + axes, mesh)

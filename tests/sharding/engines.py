@@ -1,0 +1,200 @@
+"""Run by tests in a process with eight CPU devices: answers of small engines on one device and on meshes.
+
+    python -m tests.sharding.engines dense moe ...
+
+Prints one JSON object: for each model and mesh the answers, the collectives of a decode step and what every
+device holds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxserve.config import LayerKind, ModelConfig
+from jaxserve.engine.build import EngineOptions, layer_loop_for, local_target, resolve_here
+from jaxserve.engine.collectives import collectives
+from jaxserve.engine.engine import DeviceEngine
+from jaxserve.engine.parameters import place_parameters, quantised
+from jaxserve.engine.placement import to_shards
+from jaxserve.engine.programs import abstract_engine, compile_programs
+from jaxserve.engine.step import PlanFormat
+from jaxserve.loop import HostLoop
+from jaxserve.model.parameters import model_parameters
+from jaxserve.plan import SamplingParams
+from jaxserve.quantization import recipe_in_force
+from jaxserve.scheduling import CacheIdentity
+from sharding import make_mesh
+from tests.engine.models import serve
+
+NUM_NEW = 12
+ROWS = 4
+"""Of a decode step."""
+SETTINGS: dict[str, Any] = {
+    "num_slots": ROWS,
+    "max_model_len": 128,
+    "max_chunk": 32,
+    "num_pages": 24,
+    "max_logprobs": 4,
+}
+DENSE = ModelConfig(
+    family="tiny",
+    vocab_size=256,
+    hidden_size=48,
+    intermediate_size=64,
+    num_heads=16,
+    num_kv_heads=8,
+    head_size=16,
+    layers=(LayerKind(),) * 2,
+    max_position=256,
+    qkv_bias=True,
+)
+EXPERTS = (LayerKind(experts=True),)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One model, and the meshes on which it must answer as on one device."""
+
+    model: ModelConfig
+    meshes: tuple[str, ...]
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+CASES = {
+    # Two KV heads, which eight devices have four times each.
+    "dense": Case(dataclasses.replace(DENSE, num_kv_heads=2, tie_embeddings=False), ("tensor=2", "tensor=8")),
+    "windowed": Case(
+        dataclasses.replace(DENSE, layers=(LayerKind(window=12), LayerKind()), qk_norm=True),
+        ("tensor=4",),
+        {"host_kv_memory": 2**20},
+    ),
+    "moe": Case(
+        dataclasses.replace(
+            DENSE,
+            num_kv_heads=2,
+            layers=(*EXPERTS, LayerKind()),
+            num_experts=8,
+            experts_per_token=3,
+            expert_intermediate_size=24,
+        ),
+        ("expert=4", "tensor=2,expert=4"),
+    ),
+    "int8": Case(DENSE, ("tensor=4",), {"quantize": "int8", "kv_format": "int8"}),
+    # Four experts for eight devices, and groups of 32 or 24 inputs of which a device has eight or six.
+    "int4": Case(
+        dataclasses.replace(
+            DENSE,
+            layers=(*EXPERTS, LayerKind()),
+            num_experts=4,
+            experts_per_token=2,
+            expert_intermediate_size=24,
+        ),
+        ("tensor=4,expert=2",),
+        {"quantize": "int4"},
+    ),
+}
+
+
+def main() -> None:
+    """Answer the cases that the command line names."""
+    assert jax.device_count() == 8
+    report = {
+        name: {mesh or "alone": answers(CASES[name], mesh) for mesh in (None, *CASES[name].meshes)}
+        for name in sys.argv[1:]
+    }
+    print(json.dumps(report))
+
+
+def answers(case: Case, mesh: str | None) -> dict[str, Any]:
+    """Of one engine."""
+    options = EngineOptions(**{**SETTINGS, **case.settings}, mesh=mesh)
+    engine, params = build(case.model, options)
+    loop = HostLoop(engine, cache=CacheIdentity(model="tiny", kv_format="any"))
+    outputs = [output.outputs[0] for output in serve(loop, requests()) + serve(loop, requests()[:1])]
+    if case.settings.get("host_kv_memory"):
+        check_moves(engine)
+    assert engine.compiles_after_ready == 0
+    told = [output.logprobs or [] for output in outputs]
+    report: dict[str, Any] = {
+        "tokens": [list(output.token_ids) for output in outputs],
+        "margins": [[margin(step) for step in steps] for steps in told],
+    }
+    if mesh is not None:
+        report["collectives"] = decode_collectives(engine)
+        report["shares"] = shares(params)
+    return report
+
+
+def check_moves(engine: DeviceEngine) -> None:
+    """Pages come back from the host as they went there."""
+    for group in range(len(engine.limits.windows)):
+        held = engine.read_pages(group, [1, 2, 3]).take()
+        assert len(np.unique(held)) > 100
+        engine.write_pages(group, [11, 12, 13], held)
+        np.testing.assert_array_equal(engine.read_pages(group, [11, 12, 13]).take(), held)
+
+
+def margin(step: Any) -> float:
+    """By how much the likeliest token leads the next."""
+    first, second = sorted((entry.logprob for entry in step.values()), reverse=True)[:2]
+    return first - second
+
+
+def build(model: ModelConfig, options: EngineOptions) -> tuple[DeviceEngine, Any]:
+    """An engine of random weights, and these as it has them."""
+    config = dataclasses.replace(resolve_here(model, options), decode_rows=(ROWS,), chunk_rows=(32,))
+    mesh, recipe, layer_loop = make_mesh(config.mesh), recipe_in_force(config), layer_loop_for("cpu")
+    named: Any = random_parameters(model)
+    if recipe:
+        named = quantised(to_shards(named, config.model, mesh), config.model, recipe, "float32")
+    params = place_parameters(named, config.model, layer_loop, mesh)
+    programs = compile_programs(config, layer_loop, target=local_target())
+    return DeviceEngine(config, params, programs), params
+
+
+def requests() -> list[tuple[list[int], SamplingParams]]:
+    """More than there are slots, prompts longer than a chunk and alike ones among them."""
+    greedy = SamplingParams(temperature=0, max_tokens=NUM_NEW, ignore_eos=True, logprobs=4)
+    penalised = dataclasses.replace(greedy, presence_penalty=0.5, repetition_penalty=1.1)
+    sampled = SamplingParams(
+        temperature=0.8, top_k=20, top_p=0.9, seed=3, max_tokens=NUM_NEW, ignore_eos=True
+    )
+    long = [(7 * i) % 250 + 3 for i in range(50)]
+    return [(long, greedy), ([5, 90, 17], penalised), ([*long[:40], 9], greedy), ([44, 8], sampled)]
+
+
+def random_parameters(model: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
+    """Weights large enough that the answers differ from token to token."""
+    rng = np.random.default_rng(0)
+    for name, info in model_parameters(model):
+        yield name, rng.normal(1.0 if "norm" in name else 0.0, 0.3, info.shape).astype(np.float32)
+
+
+def decode_collectives(engine: DeviceEngine) -> list[tuple[str, int, int, int, bool]]:
+    """Of a decode step: operation, elements that it brings, its devices, how often, and whether perhaps."""
+    config = engine.config
+    abstract = abstract_engine(config, layer_loop_for("cpu"), local_target(), make_mesh(config.mesh))
+    form = PlanFormat.of(config, engine.limits.decode_shapes[-1])
+    found = collectives(abstract.lower(form).compile().as_text() or "")
+    return [(c.operation, c.num_elements, c.num_devices, times, c.conditional) for c, times in found.items()]
+
+
+def shares(params: Any) -> dict[str, float]:
+    """Of each parameter, by its path, the part that a device holds of it."""
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    return {
+        jax.tree_util.keystr(path): math.prod(array.sharding.shard_shape(array.shape)) / array.size
+        for path, array in leaves
+    }
+
+
+if __name__ == "__main__":
+    main()

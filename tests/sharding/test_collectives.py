@@ -1,0 +1,53 @@
+"""What devices say to each other, counted from the text of a program."""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxserve.engine.collectives import Collective, collectives
+
+LOOP = """\
+HloModule jit_step
+
+%add (a: bf16[], b: bf16[]) -> bf16[] {
+  %a = bf16[] parameter(0)
+  ROOT %sum = bf16[] add(%a, %b)
+}
+
+%body.1 (p: (s32[], bf16[4,8])) -> (s32[], bf16[4,8]) {
+  %all-reduce.1 = bf16[4,8]{1,0:T(8,128)(2,1)} all-reduce(%x), channel_id=1, replica_groups=[2,4]<=[8], to_apply=%add
+  ROOT %tuple = (s32[], bf16[4,8]) tuple(%i, %all-reduce.1)
+}
+
+%report.2 (p: f32[4,8]) -> f32[4,64] {
+  ROOT %all-gather.2 = f32[4,64]{1,0} all-gather(%p), replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={1}
+}
+
+%skip.3 (p: f32[4,8]) -> f32[4,64] {
+  ROOT %constant = f32[4,64]{1,0} constant({...})
+}
+
+ENTRY %main.4 (p0: bf16[4,8]) -> f32[4,64] {
+  %while.1 = (s32[], bf16[4,8]) while(%init), condition=%cond, body=%body.1, backend_config={"known_trip_count":{"n":"80"}}
+  %gathered = (f32[2,8]{1,0}, f32[16,8]{1,0}) all-gather-start(%y), replica_groups=[1,8]<=[8], dimensions={0}
+  %done = f32[16,8]{1,0} all-gather-done(%gathered)
+  ROOT %conditional.2 = f32[4,64]{1,0} conditional(%p, %a, %b), branch_computations={%report.2, %skip.3}
+}
+"""  # noqa: E501
+
+
+def test_a_loop_counts_as_often_as_it_turns_and_a_branch_is_told_apart() -> None:
+    assert collectives(LOOP) == {
+        Collective("all-reduce", 32, 64, 4, False): 80,
+        Collective("all-gather", 128, 512, 8, False): 1,
+        Collective("all-gather", 256, 1024, 8, True): 1,
+    }
+
+
+@pytest.mark.parametrize(
+    ("operation", "num_bytes", "moved"),
+    # A ring of four: a sum goes round twice in quarters, less the own one; a gather once.
+    [("all-reduce", 1000, 1500), ("all-gather", 1000, 750), ("reduce-scatter", 250, 750)],
+)
+def test_what_a_device_sends_in_a_ring(operation: str, num_bytes: int, moved: float) -> None:
+    assert Collective(operation, 1, num_bytes, 4, False).moved_bytes == moved

@@ -1,0 +1,88 @@
+"""A trained model on several devices: through the library and a server, against transformers' answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import pytest
+
+from server.proto.jaxserve.v1 import engine_pb2 as pb
+from server.proto.jaxserve.v1 import engine_pb2_grpc
+from tests.sharding.eight import EIGHT_DEVICES, NOT_OPTIMISED
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def cases(shared_data: Path) -> list[dict[str, Any]]:
+    """Greedy answers, none of which rounding in float32 can change."""
+    cases = json.loads((shared_data / "golden" / "stories260K.json").read_text())["cases"]
+    assert min(margin for case in cases for margin in case["top2_margin"]) > 1e-3
+    return cases
+
+
+@pytest.mark.slow
+def test_the_library_over_more_devices_than_experts(shared_data: Path, cases: list[dict[str, Any]]) -> None:
+    # Equal to the dense model only if every slice of every expert is applied, with the right weight.
+    model = shared_data / "models" / "stories260K_moe" / "split4_top4"
+    asked = [(case["prompt_ids"], min(100, len(case["output_ids"]))) for case in cases]
+    mesh = "tensor=4,expert=2"
+    process = subprocess.run(
+        [sys.executable, "-m", "tests.sharding.golden", str(model), mesh],
+        cwd=REPOSITORY,
+        env=os.environ | EIGHT_DEVICES | NOT_OPTIMISED,
+        input=json.dumps(asked),
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert process.returncode == 0, process.stderr[-4000:]
+    expected = [case["output_ids"][:length] for case, (_, length) in zip(cases, asked, strict=True)]
+    assert json.loads(process.stdout) == {mesh: expected}
+
+
+@pytest.mark.slow
+def test_a_server_over_four_devices(shared_data: Path, cases: list[dict[str, Any]]) -> None:
+    model, case = shared_data / "models" / "stories260K" / "hf", cases[1]
+    arguments = ("--mesh", "tensor=4", "--grpc-port", "0", "--num-slots", "1", "--max-chunk", "16")
+
+    async def ask(address: str) -> list[int]:
+        async with grpc.aio.insecure_channel(address) as channel:
+            params = pb.SamplingParams(temperature=0, max_tokens=40)
+            request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=case["prompt_ids"]), params=params)
+            stream = engine_pb2_grpc.EngineStub(channel).Generate(request, wait_for_ready=True)
+            return [token async for reply in stream for token in reply.delta.token_ids]
+
+    async def main() -> tuple[list[str], list[int]]:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "jaxserve", "serve", str(model), *arguments),
+            cwd=REPOSITORY,
+            env=os.environ | EIGHT_DEVICES,
+            stdout=asyncio.subprocess.PIPE,
+        )
+        assert process.stdout is not None
+        try:
+            lines = [(await process.stdout.readline()).decode().rstrip()]
+            while lines[-1] != "ready":
+                lines.append((await process.stdout.readline()).decode().rstrip())
+            found = await ask(lines[0].split()[1])
+            process.send_signal(signal.SIGTERM)
+            assert await process.wait() == 0
+        finally:
+            if process.returncode is None:
+                process.kill()
+            await process.communicate()
+        return lines, found
+
+    lines, found = asyncio.run(asyncio.wait_for(main(), 250))
+    assert "device    cpu, tensor=4" in lines
+    assert found == case["output_ids"][:40]
