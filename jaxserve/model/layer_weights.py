@@ -46,8 +46,17 @@ class LayerWeights:
             out = stacked_product(x, weight, self.repetition, out_type=out_type, target=self.target)
             return (out if bias is None else out + bias[None]).astype(x.dtype)
         values = weight.values if isinstance(weight, QuantisedWeight) else weight
-        if not isinstance(values, tuple) or isinstance(self.repetition, int):
-            return linear(x, jax.tree.map(self._own, weight, is_leaf=lambda x: isinstance(x, tuple)), bias)
+        if not isinstance(values, tuple):
+            return linear(x, jax.tree.map(self._own, weight), bias)
+        if isinstance(self.repetition, int):
+            own = jax.tree.map(self._own, weight, is_leaf=lambda x: isinstance(x, tuple))
+            out = product_flat(x, own, target=self.target)
+        else:
+            out = self._switched_product(x, weight, values)
+        return (out if bias is None else out + bias[None]).astype(x.dtype)
+
+    def _switched_product(self, x: jax.Array, weight: Any, values: tuple[jax.Array, ...]) -> jax.Array:
+        """By whichever matrix is the layer's, of `values`."""
 
         def switch(function: Callable[..., jax.Array], *operands: Any) -> jax.Array:
             branches = [functools.partial(function, matrix) for matrix in values]
@@ -56,8 +65,7 @@ class LayerWeights:
         if isinstance(weight, QuantisedWeight):
             zeros = None if weight.zeros is None else self._own(weight.zeros)
             weight = QuantisedWeight(None, self._own(weight.scales), zeros, weight.format)
-        out = product_flat(x, weight, switch, target=self.target)
-        return (out if bias is None else out + bias[None]).astype(x.dtype)
+        return product_flat(x, weight, switch, target=self.target)
 
     def _own(self, stack: Any) -> jax.Array:
         """What an array over the repetitions, or a tuple of arrays, has for this one."""
