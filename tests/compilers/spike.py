@@ -126,10 +126,8 @@ def compile_spike(target: Target, shape: StepShape) -> Measured:
         aliased=memory.alias_size_in_bytes,
         copies=whole_copies(
             str(compiled.as_text()),
-            # Hidden states happen to be as many numbers as one of the stacks in the larger step; an expert's
-            # matrix, which the loop over experts takes from its stack, as an eighth of one layer's qkv.
-            weight_sizes(params)
-            - {shape.rows * MODEL.hidden_size, MODEL.hidden_size * MODEL.expert_intermediate_size},
+            # Hidden states happen to be as many numbers as one of the stacks in the larger step.
+            weight_sizes(params) - {shape.rows * MODEL.hidden_size},
             in_place={math.prod(shard_shape(group.pool)) for group in state.cache},
         ),
     )
