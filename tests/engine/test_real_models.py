@@ -7,18 +7,13 @@ import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 
-from jaxserve import LLM
-from jaxserve.engine.build import configure, load_parameters
 from jaxserve.engine.engine import DeviceEngine
-from jaxserve.engine.options import EngineOptions
 from jaxserve.loop import HostLoop
 from jaxserve.outputs import RequestOutput
 from jaxserve.plan import SamplingParams
-from jaxserve.quantization import STORED
 from jaxserve.text import AnswerText, Tokenizer
 from jaxserve.weights import open_checkpoint, pull
 from tests.engine.models import serve, small_engine
@@ -26,7 +21,6 @@ from tests.oracle.cases import load_smollm2
 
 MARGIN = 1e-3
 """Rounding may choose otherwise once the two best logits are closer than this."""
-NUM_FROM_BLOCKS = 16
 SCORED = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
 
 
@@ -107,20 +101,3 @@ def test_smollm2_gives_the_golden_answers(smollm2: tuple[DeviceEngine, Tokenizer
         assert output.outputs[0].token_ids[:exact] == case["output_ids"][:exact]
     (scored,) = serve(HostLoop(engine), [(golden["nll"]["ids"], SCORED)])
     assert mean_nll(scored) == pytest.approx(golden["nll"]["mean_nll"], abs=1e-3)
-
-
-@pytest.mark.real
-def test_smollm2_answers_the_same_from_the_blocks_of_its_file() -> None:
-    path = pull("smollm2-135m", progress=False)
-    checkpoint = open_checkpoint(path)
-    cases = [case for case in load_smollm2().cases[:2] if case.num_exact() >= NUM_FROM_BLOCKS]
-    assert len(cases) == 2
-    prompts = [case.prompt_ids.tolist() for case in cases]
-    with LLM(path, quantize=STORED, max_model_len=256, num_slots=2, max_chunk=32) as llm:
-        outputs = llm.generate(prompts, greedy(NUM_FROM_BLOCKS))
-    for case, output in zip(cases, outputs, strict=True):
-        assert output.outputs[0].token_ids == case.greedy_ids[:NUM_FROM_BLOCKS].tolist()
-    # Five bits a weight, as in the file, whose header and tokenizer make up the rest.
-    params = load_parameters(checkpoint, configure(checkpoint, EngineOptions(quantize=STORED)))
-    num_bytes = sum(array.nbytes for array in jax.tree.leaves(params))
-    assert 0.95 * path.stat().st_size < num_bytes < path.stat().st_size
