@@ -115,7 +115,7 @@ def test_what_is_no_prompt_at_all(fake_llm: LLM, bad: Any) -> None:
         fake_llm.generate(bad, SamplingParams(max_tokens=1, bad_token_ids=[999]))
 
 
-@pytest.mark.parametrize("name", ["mesh", "quantise", "tensor_parallel_size"])
+@pytest.mark.parametrize("name", ["pipeline", "quantise", "tensor_parallel_size"])
 def test_an_unknown_argument_is_a_type_error(name: str) -> None:
     with pytest.raises(TypeError, match=name):
         LLM("no such model, which must not matter", **{name: None})  # type: ignore[arg-type]
