@@ -122,12 +122,12 @@ def chosen(name: str, num_devices: int, memory: int) -> str:
 def test_auto_takes_the_fewest_devices_that_leave_room_for_pages(
     model: str, num_devices: int, gib: int, mesh: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, "jaxserve"):
         assert chosen(model, num_devices, gib * GIB) == mesh
     assert "mesh auto: " in caplog.text
 
 
 def test_auto_on_a_cpu_is_one_device_since_more_gain_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, "jaxserve"):
         assert resolve_mesh("auto", MODEL, 8, "cpu", lambda: 0, lambda axes: 0) == ()
     assert "share its memory" in caplog.text
