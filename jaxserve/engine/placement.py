@@ -15,8 +15,9 @@ from jaxserve.config import ModelConfig
 from jaxserve.engine.shardings import weight_shardings
 from jaxserve.model.parameters import ParameterInfo, model_parameters
 from jaxserve.model.spread import regrouped_for
+from jaxserve.model.stages import stages_of
 from jaxserve.quantization.weight import QuantisedWeight
-from sharding import named_sharding
+from sharding import named_sharding, num_shards, stage_mesh
 
 Parameter = Any
 """A numpy or jax array, or a QuantisedWeight of such."""
@@ -30,14 +31,21 @@ def to_shards(
     Args:
         named: canonical names and parameters, as a checkpoint has them.
         model: as the mesh has it, which may have more KV heads.
-        mesh: the devices; without one nothing is done.
+        mesh: the devices; without one nothing is done. Of a pipeline a layer gets those of its stage.
     """
     if mesh is None:
         yield from named
         return
     infos = dict(model_parameters(model))
+    stages = stages_of(model, num_shards("stages", mesh))
+    meshes = (
+        [stage_mesh(mesh, stage) for stage in range(len(stages.layers))] if len(stages.layers) > 1 else []
+    )
     for name, parameter in named:
-        yield name, _on_mesh(name, parameter, infos[name], mesh)
+        own = mesh
+        if meshes and name.startswith("layers."):
+            own = meshes[stages.place_of(int(name.split(".")[1]))[0]]
+        yield name, _on_mesh(name, parameter, infos[name], own)
 
 
 def restored_place(mesh: Mesh, shape: Sequence[int], axes: Sequence[str | None]) -> NamedSharding:

@@ -33,12 +33,14 @@ from jaxserve.model.layers import (
 )
 from jaxserve.model.parameters import EXPERT_NAMES, layer_parameters, model_parameters
 from jaxserve.model.peaks import Peaks, SegmentPeaks, raise_peaks
+from jaxserve.model.pipeline import num_parts, run_stages
 from jaxserve.model.rows import Rows
-from jaxserve.model.spread import weight_specs
+from jaxserve.model.spread import segment_specs, weight_specs
+from jaxserve.model.stages import stages_of
 from pallas_kernels.dispatch import Target
 from pallas_kernels.page_layout import PageLayout
 from pallas_kernels.ragged_paged_attention import AttentionParams
-from sharding import per_shard, shard_index, shard_sum
+from sharding import inside_shard, num_shards, per_shard, shard_index, shard_sum
 
 LayerLoop = Literal["stacked", "switched", "unrolled"]
 """How the loop over layers finds a layer's matrices.
@@ -57,7 +59,8 @@ Params = Mapping[str, Any]
 """`embed`, `final_norm`, `head` unless tied, and `segments`: for each segment and each position in its
 pattern the layer's parameters by name, an array `[count, ...]` or a tuple of `count` arrays. In place of any
 matrix there may be a `QuantisedWeight`, of such arrays or tuples, and in place of a stack of them a
-`StackedWeight`."""
+`StackedWeight`. On a mesh with stages the segments are those of `stages_of`, of which every stage has its
+own: arrays `[stages * count, ...]`, or tuples of `count` arrays `[stages, ...]`."""
 
 _ATTENTION_NAMES = ("qkv", "qkv_bias", "q_norm", "k_norm", "o")
 _MLP_NAMES = ("gate_up", "down")
@@ -91,15 +94,20 @@ class Transformer:
         *,
         single: bool,
         num_layers: int | None = None,
+        keep_R: jax.Array | None = None,
     ) -> tuple[jax.Array, Cache]:
         """Hidden states `[T, D]` before the final norm, and the caches with this step's tokens written.
 
         Args:
             single: every sequence has exactly one row.
-            num_layers: stop after so many layers; None goes through all.
+            num_layers: stop after so many layers, without a pipeline; None goes through all.
+            keep_R: int32 rows: only theirs are wanted, `[R, D]`; None for all.
         """
+        if self.num_stages > 1:
+            assert num_layers is None, "checked where engines are configured"
+            return self._run_stages(params, cache, token_T, rows, single, keep_R)
         x_TD, cache, _ = self._run(params, (cache, None), token_T, rows, single, num_layers)
-        return x_TD, cache
+        return (x_TD if keep_R is None else x_TD[keep_R]), cache
 
     def observe(
         self, params: Params, cache: Cache, peaks: Peaks, token_T: jax.Array, rows: Rows
@@ -118,19 +126,77 @@ class Transformer:
         single: bool,
         num_layers: int | None,
     ) -> tuple[jax.Array, Cache, Peaks | None]:
-        """Through the layers; peaks are raised if there are any."""
-        model, (cache, peaks) = self.model, state
-        num_layers = model.num_layers if num_layers is None else num_layers
+        """Through all layers; peaks are raised if there are any."""
+        x_TD, ropes = self._enter(params, token_T, rows)
+        num_layers = self.model.num_layers if num_layers is None else num_layers
+        return self._run_layers(params["segments"], x_TD, state, rows, ropes, single, num_layers)
+
+    def _enter(
+        self, params: Params, token_T: jax.Array, rows: Rows
+    ) -> tuple[jax.Array, dict[LayerKind, Any]]:
+        """What the first layer takes, and the rotary tables of all."""
+        model = self.model
         x_TD = self._embed(params["embed"], token_T)
         if model.embed_scale != 1.0:
             x_TD = x_TD * jnp.asarray(model.embed_scale, x_TD.dtype)
-        ropes = {
-            kind: rope_tables(kind, model.head_size, rows.position_T)
-            for kind in dict.fromkeys(_rope_kind(kind) for kind in model.layers)
-        }
+        kinds = dict.fromkeys(_rope_kind(kind) for kind in model.layers)
+        return x_TD, {kind: rope_tables(kind, model.head_size, rows.position_T) for kind in kinds}
+
+    @property
+    def num_stages(self) -> int:
+        return num_shards("stages", self.mesh)
+
+    def _run_stages(
+        self,
+        params: Params,
+        cache: Cache,
+        token_T: jax.Array,
+        rows: Rows,
+        single: bool,
+        keep_R: jax.Array | None,
+    ) -> tuple[jax.Array, Cache]:
+        """Through the layers as a pipeline."""
+        assert self.mesh is not None
+        stage = stages_of(self.model, self.num_stages).model
+
+        def run_layers(
+            layers: Any, x_TD: jax.Array, cache: Cache, rows: Rows, ropes: dict[LayerKind, Any]
+        ) -> tuple[jax.Array, Cache]:
+            own = layers, x_TD, (cache, None), rows, ropes, single, stage.num_layers
+            x_TD, cache, _ = self._run_layers(*own)
+            return x_TD, cache
+
+        x_TD, ropes = self._enter(params, token_T, rows)
+        return run_stages(
+            run_layers,
+            params["segments"],
+            cache,
+            x_TD,
+            rows,
+            ropes,
+            keep_R,
+            mesh=self.mesh,
+            specs=segment_specs(params["segments"], self.model, self.mesh),
+            # One row of each sequence costs the reading of all matrices, in however many parts.
+            parts=1 if single else num_parts(x_TD.shape[0], self.num_stages, self.target.platform),
+            single=single,
+        )
+
+    def _run_layers(
+        self,
+        layers: Any,
+        x_TD: jax.Array,
+        state: tuple[Cache, Peaks | None],
+        rows: Rows,
+        ropes: dict[LayerKind, Any],
+        single: bool,
+        num_layers: int,
+    ) -> tuple[jax.Array, Cache, Peaks | None]:
+        """Through so many layers, in a pipeline of one stage's."""
+        model, (cache, peaks) = stages_of(self.model, self.num_stages).model, state
         places = layer_places(model)
         seen: list[SegmentPeaks] = []
-        for number, (segment, weights) in enumerate(zip(model.segments, params["segments"], strict=True)):
+        for number, (segment, weights) in enumerate(zip(model.segments, layers, strict=True)):
             first = places[segment.first : segment.first + len(segment.pattern)]
             num_in_segment = min(max(num_layers - segment.first, 0), len(segment.pattern) * segment.count)
             carry = x_TD, cache, peaks[number] if peaks else None
@@ -275,7 +341,7 @@ class Transformer:
             in_axes: logical axes of each operand.
             out_axes: of the result.
         """
-        if self.mesh is None:
+        if self.mesh is None or inside_shard(self.mesh):
             return functools.partial(function, layer)
         infos = layer_parameters(self.model, kind)
         own = {name: layer.parameters[name] for name in names if name in infos}
