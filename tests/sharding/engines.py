@@ -88,7 +88,29 @@ CASES = {
         ),
         ("expert=4", "tensor=2,expert=4"),
     ),
-    "int8": Case(DENSE, ("tensor=4",), {"quantize": "int8", "kv_format": "int8"}),
+    "int8": Case(DENSE, ("tensor=4", "tensor=2,pipe=2"), {"quantize": "int8", "kv_format": "int8"}),
+    # Five layers on two stages or four: some have one less than others.
+    "stages": Case(
+        dataclasses.replace(DENSE, num_kv_heads=2, layers=(LayerKind(),) * 5, tie_embeddings=False),
+        ("pipe=4", "tensor=2,pipe=2"),
+    ),
+    # Two repetitions and one; so few pages that requests must give way to others.
+    "stages of windows": Case(
+        dataclasses.replace(DENSE, layers=(LayerKind(window=12), LayerKind()) * 3, qk_norm=True),
+        ("pipe=2",),
+        {"host_kv_memory": 2**20, "num_pages": 14},
+    ),
+    # The first layer is in the first stage, the other has padding there.
+    "stages of experts": Case(
+        dataclasses.replace(
+            DENSE,
+            layers=(LayerKind(), *EXPERTS * 2),
+            num_experts=4,
+            experts_per_token=2,
+            expert_intermediate_size=24,
+        ),
+        ("tensor=2,expert=2,pipe=2",),
+    ),
     # Four experts for eight devices, and groups of 32 or 24 inputs of which a device has eight or six.
     "int4": Case(
         dataclasses.replace(
@@ -127,6 +149,7 @@ def answers(case: Case, mesh: str | None) -> dict[str, Any]:
     report: dict[str, Any] = {
         "tokens": [list(output.token_ids) for output in outputs],
         "margins": [[margin(step) for step in steps] for steps in told],
+        "preemptions": loop.snapshot().num_preemptions,
     }
     if mesh is not None:
         report["collectives"] = decode_collectives(engine)
