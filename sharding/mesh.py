@@ -52,6 +52,7 @@ def make_mesh(axes: MeshAxes, devices: Sequence[Any] | None = None) -> Mesh | No
     return _make_mesh(axes, tuple(jax.devices() if devices is None else devices))
 
 
+@functools.cache
 def stage_mesh(mesh: Mesh, stage: int) -> Mesh:
     """The devices of one stage of a mesh that has stages, along its other axes; a single one as tensor=1."""
     position = mesh.axis_names.index(PIPE)

@@ -37,23 +37,29 @@ def to_shards(
         yield from named
         return
     infos = dict(model_parameters(model))
-    stages = stages_of(model, num_shards("stages", mesh))
-    meshes = (
-        [stage_mesh(mesh, stage) for stage in range(len(stages.layers))] if len(stages.layers) > 1 else []
-    )
     for name, parameter in named:
-        own = mesh
-        if meshes and name.startswith("layers."):
-            own = meshes[stages.place_of(int(name.split(".")[1]))[0]]
-        yield name, _on_mesh(name, parameter, infos[name], own)
+        yield name, _on_mesh(name, parameter, infos[name], _home(name, model, mesh))
 
 
-def restored_place(mesh: Mesh, shape: Sequence[int], axes: Sequence[str | None]) -> NamedSharding:
-    """Where an array of a checkpoint is restored to: its shards, or, cut as it will not stay, everywhere."""
+def restored_place(
+    model: ModelConfig, mesh: Mesh, shape: Sequence[int], axes: Sequence[str | None], name: str
+) -> NamedSharding:
+    """Where an array of a checkpoint is restored to: its shards, or, cut as it will not stay, all devices
+    that have a part of it."""
+    home = _home(name, model, mesh)
     try:
-        return named_sharding(shape, axes, mesh)
+        return named_sharding(shape, axes, home)
     except ValueError:
-        return NamedSharding(mesh, PartitionSpec())
+        return NamedSharding(home, PartitionSpec())
+
+
+def _home(name: str, model: ModelConfig, mesh: Mesh) -> Mesh:
+    """The devices that a parameter lies on: for a layer those of its stage."""
+    num_stages = num_shards("stages", mesh)
+    if num_stages == 1 or not name.startswith("layers."):
+        return mesh
+    stage, _ = stages_of(model, num_stages).place_of(int(name.split(".")[1]))
+    return stage_mesh(mesh, stage)
 
 
 def _on_mesh(name: str, parameter: Parameter, info: ParameterInfo, mesh: Mesh) -> Parameter:
