@@ -23,24 +23,18 @@ from jaxserve.model.attention import write_and_attend
 from jaxserve.model.cache import CACHE_AXES, Cache, CacheGroup, LayerPlace, layer_places
 from jaxserve.model.experts import expert_mlp
 from jaxserve.model.layer_weights import LayerWeights
-from jaxserve.model.layers import (
-    apply_rope,
-    product_flat,
-    rms_norm,
-    rope_tables,
-    swiglu,
-    take_rows,
-)
-from jaxserve.model.parameters import EXPERT_NAMES, layer_parameters, model_parameters
+from jaxserve.model.layers import apply_rope, rms_norm, rope_tables, swiglu
+from jaxserve.model.parameters import EXPERT_NAMES, layer_parameters
 from jaxserve.model.peaks import Peaks, SegmentPeaks, raise_peaks
 from jaxserve.model.pipeline import num_parts, run_stages
 from jaxserve.model.rows import Rows
 from jaxserve.model.spread import segment_specs, weight_specs
 from jaxserve.model.stages import stages_of
+from jaxserve.model.vocabulary import embed, head_logits
 from pallas_kernels.dispatch import Target
 from pallas_kernels.page_layout import PageLayout
 from pallas_kernels.ragged_paged_attention import AttentionParams
-from sharding import inside_shard, num_shards, per_shard, shard_index, shard_sum
+from sharding import inside_shard, num_shards, per_shard, shard_sum
 
 LayerLoop = Literal["stacked", "switched", "unrolled"]
 """How the loop over layers finds a layer's matrices.
@@ -136,7 +130,7 @@ class Transformer:
     ) -> tuple[jax.Array, dict[LayerKind, Any]]:
         """What the first layer takes, and the rotary tables of all."""
         model = self.model
-        x_TD = self._embed(params["embed"], token_T)
+        x_TD = embed(params["embed"], token_T, model, self.config.compute_format, self.mesh)
         if model.embed_scale != 1.0:
             x_TD = x_TD * jnp.asarray(model.embed_scale, x_TD.dtype)
         kinds = dict.fromkeys(_rope_kind(kind) for kind in model.layers)
@@ -210,35 +204,8 @@ class Transformer:
         """Float32 `[R, V]` of some rows' hidden states."""
         model = self.model
         normed_RD = self._norm(x_RD, params["final_norm"])
-        name = "embed" if model.tie_embeddings else "head"
-        specs = self._table_specs(params[name])
-        multiply = functools.partial(product_flat, target=self.target)
-        run = per_shard(multiply, self.mesh, in_axes=((), specs), out_axes=(None, "vocab"))
-        logits_RV = run(normed_RD, params[name])
-        if model.logit_softcap:
-            logits_RV = model.logit_softcap * jnp.tanh(logits_RV / model.logit_softcap)
-        return logits_RV
-
-    def _embed(self, table_VD: Any, token_T: jax.Array) -> jax.Array:
-        """`[T, D]` the tokens' embeddings, of which a device has those of its part of the vocabulary."""
-        dtype = jnp.dtype(self.config.compute_format)
-        if self.mesh is None:
-            return take_rows(table_VD, token_T, dtype)
-
-        def own(table_VD: Any, token_T: jax.Array) -> jax.Array:
-            num_own = jax.tree.leaves(table_VD)[0].shape[0]
-            row_T = jnp.clip(token_T, 0, self.model.vocab_size - 1)
-            row_T -= shard_index("vocab", self.mesh) * num_own
-            is_own_T = (row_T >= 0) & (row_T < num_own)
-            x_TD = take_rows(table_VD, jnp.where(is_own_T, row_T, 0), dtype)
-            return shard_sum(jnp.where(is_own_T[:, None], x_TD, 0), "vocab", self.mesh)
-
-        run = per_shard(own, self.mesh, in_axes=(self._table_specs(table_VD), ()), out_axes=())
-        return run(table_VD, token_T)
-
-    def _table_specs(self, table_VD: Any) -> Any:
-        """Of the embedding or the head, which lie alike."""
-        return weight_specs(table_VD, dict(model_parameters(self.model))["embed"], self.mesh)
+        table_VD = params["embed" if model.tie_embeddings else "head"]
+        return head_logits(table_VD, normed_RD, model, self.mesh, self.target)
 
     def _norm(self, x: jax.Array, weight: jax.Array) -> jax.Array:
         return rms_norm(x, weight, self.model.norm_eps, exact_order=self.config.deterministic)
