@@ -35,7 +35,7 @@ CHUNK_BYTES = 2**30
 class Place(Protocol):
     """Says where an array of a parameter belongs."""
 
-    def __call__(self, shape: Sequence[int], axes: Sequence[str | None], name: str) -> Sharding:
+    def __call__(self, shape: Sequence[int], axes: Sequence[str | None], name: str, /) -> Sharding:
         """`axes`: logical names, see `ParameterInfo`; `name`: of the parameter."""
         ...
 

@@ -14,15 +14,16 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from jaxserve.config import LayerKind
 from jaxserve.model.cache import CACHE_AXES, Cache
 from jaxserve.model.rows import Rows, part_of_rows
 from sharding import from_shard_before, num_shards, per_shard, shard_index, shard_sum
 
-LeastRows = {"cpu": 16}
-ROWS_OF_A_PART = 256
-"""Below which a part takes as long as one of so many rows, on accelerators: its matrices must be read."""
+ROWS_OF_A_PART = {"cpu": 16, "tpu": 256, "gpu": 256}
+"""Below which a part takes nearly as long as one of so many rows: the matrices must be read either way."""
 
-Ropes = dict[Any, tuple[jax.Array, jax.Array]]
+Ropes = dict[LayerKind, tuple[jax.Array, jax.Array]]
+"""The rotary tables of the rows, by the part of a layer kind that they depend on."""
 RunLayers = Callable[[Any, jax.Array, Cache, Rows, Ropes], tuple[jax.Array, Cache]]
 """Takes the parameters of the layers, hidden states, caches, rows and rotary tables."""
 
@@ -30,7 +31,7 @@ RunLayers = Callable[[Any, jax.Array, Cache, Rows, Ropes], tuple[jax.Array, Cach
 def num_parts(num_rows: int, num_stages: int, platform: str) -> int:
     """Into how many parts a step's rows are best cut: the more, the less stages wait for each other, until
     the parts are so small that each takes as long as a larger one."""
-    least = LeastRows.get(platform, ROWS_OF_A_PART)
+    least = ROWS_OF_A_PART[platform]
     wanted = min(2 * num_stages, num_rows // least)
     return next((parts for parts in range(wanted, 1, -1) if num_rows % parts == 0), 1)
 

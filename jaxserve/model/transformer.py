@@ -26,7 +26,7 @@ from jaxserve.model.layer_weights import LayerWeights
 from jaxserve.model.layers import apply_rope, rms_norm, rope_tables, swiglu
 from jaxserve.model.parameters import EXPERT_NAMES, layer_parameters
 from jaxserve.model.peaks import Peaks, SegmentPeaks, raise_peaks
-from jaxserve.model.pipeline import num_parts, run_stages
+from jaxserve.model.pipeline import Ropes, num_parts, run_stages
 from jaxserve.model.rows import Rows
 from jaxserve.model.spread import segment_specs, weight_specs
 from jaxserve.model.stages import stages_of
@@ -122,12 +122,10 @@ class Transformer:
     ) -> tuple[jax.Array, Cache, Peaks | None]:
         """Through all layers; peaks are raised if there are any."""
         x_TD, ropes = self._enter(params, token_T, rows)
-        num_layers = self.model.num_layers if num_layers is None else num_layers
-        return self._run_layers(params["segments"], x_TD, state, rows, ropes, single, num_layers)
+        num = self.model.num_layers if num_layers is None else num_layers
+        return self._run_layers(params["segments"], x_TD, state, rows, ropes, single, num)
 
-    def _enter(
-        self, params: Params, token_T: jax.Array, rows: Rows
-    ) -> tuple[jax.Array, dict[LayerKind, Any]]:
+    def _enter(self, params: Params, token_T: jax.Array, rows: Rows) -> tuple[jax.Array, Ropes]:
         """What the first layer takes, and the rotary tables of all."""
         model = self.model
         x_TD = embed(params["embed"], token_T, model, self.config.compute_format, self.mesh)
@@ -154,11 +152,10 @@ class Transformer:
         stage = stages_of(self.model, self.num_stages).model
 
         def run_layers(
-            layers: Any, x_TD: jax.Array, cache: Cache, rows: Rows, ropes: dict[LayerKind, Any]
+            layers: Any, x_TD: jax.Array, cache: Cache, rows: Rows, ropes: Ropes
         ) -> tuple[jax.Array, Cache]:
             own = layers, x_TD, (cache, None), rows, ropes, single, stage.num_layers
-            x_TD, cache, _ = self._run_layers(*own)
-            return x_TD, cache
+            return self._run_layers(*own)[:2]
 
         x_TD, ropes = self._enter(params, token_T, rows)
         return run_stages(
@@ -182,7 +179,7 @@ class Transformer:
         x_TD: jax.Array,
         state: tuple[Cache, Peaks | None],
         rows: Rows,
-        ropes: dict[LayerKind, Any],
+        ropes: Ropes,
         single: bool,
         num_layers: int,
     ) -> tuple[jax.Array, Cache, Peaks | None]:
@@ -194,9 +191,8 @@ class Transformer:
             first = places[segment.first : segment.first + len(segment.pattern)]
             num_in_segment = min(max(num_layers - segment.first, 0), len(segment.pattern) * segment.count)
             carry = x_TD, cache, peaks[number] if peaks else None
-            x_TD, cache, raised = self._run_segment(
-                segment, weights, first, num_in_segment, carry, rows, ropes, single
-            )
+            own = segment, weights, first, num_in_segment
+            x_TD, cache, raised = self._run_segment(*own, carry, rows, ropes, single)
             seen += [raised] if raised else []
         return x_TD, cache, tuple(seen) or None
 
@@ -218,7 +214,7 @@ class Transformer:
         num_layers: int,
         carry: Carry,
         rows: Rows,
-        ropes: dict[LayerKind, Any],
+        ropes: Ropes,
         single: bool,
     ) -> Carry:
         """The first layers of a segment; `places` are those of its pattern's first repetition."""
@@ -256,7 +252,7 @@ class Transformer:
         x_TD: jax.Array,
         cache: Cache,
         rows: Rows,
-        ropes: dict[LayerKind, Any],
+        ropes: Ropes,
         single: bool,
     ) -> tuple[jax.Array, Cache]:
         """Attention and feed-forward, each with its norms and residual sum."""
