@@ -80,7 +80,10 @@ def run_stages(
                 lambda table, first=first: jax.lax.dynamic_slice_in_dim(table, first, size), ropes
             )
             own_rows = part_of_rows(rows, part, parts, single=single)
-            x, cache = run_layers(layers, handed, cache, own_rows, own_ropes)
+            # Each tick by itself: for all of them at once, XLA on TPU brings a whole stack of matrices into
+            # the layout that suits its loops (640 MiB of a 70B model's), where one loop takes it as it is.
+            tick_layers, handed = jax.lax.optimization_barrier((layers, handed))
+            x, cache = run_layers(tick_layers, handed, cache, own_rows, own_ropes)
             done += [x] if tick >= stages - 1 else []
             if tick < parts + stages - 2:
                 handed = from_shard_before(x, "stages", mesh)
