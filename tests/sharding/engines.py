@@ -94,13 +94,14 @@ CASES = {
         dataclasses.replace(DENSE, num_kv_heads=2, layers=(LayerKind(),) * 5, tie_embeddings=False),
         ("pipe=4", "tensor=2,pipe=2"),
     ),
-    # Two repetitions and one; so few pages that requests must give way to others.
+    # Two repetitions in one stage, one in the other.
     "stages of windows": Case(
-        dataclasses.replace(DENSE, layers=(LayerKind(window=12), LayerKind()) * 3, qk_norm=True),
+        dataclasses.replace(DENSE, layers=(LayerKind(window=12), LayerKind()) * 3),
         ("pipe=2",),
-        {"host_kv_memory": 2**20, "num_pages": 14},
+        {"host_kv_memory": 2**20},
     ),
-    # The first layer is in the first stage, the other has padding there.
+    # The first layer is in the first stage, the other has padding there. So few pages that requests must give
+    # way to others.
     "stages of experts": Case(
         dataclasses.replace(
             DENSE,
@@ -110,6 +111,7 @@ CASES = {
             expert_intermediate_size=24,
         ),
         ("tensor=2,expert=2,pipe=2",),
+        {"page_size": 8, "num_pages": 12},
     ),
     # Four experts for eight devices, and groups of 32 or 24 inputs of which a device has eight or six.
     "int4": Case(
