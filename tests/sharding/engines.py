@@ -34,6 +34,7 @@ from jaxserve.quantization import recipe_in_force
 from jaxserve.scheduling import CacheIdentity
 from sharding import make_mesh
 from tests.engine.models import serve
+from tests.policies import UNFORESEEN
 
 NUM_NEW = 12
 ROWS = 4
@@ -111,7 +112,7 @@ CASES = {
             expert_intermediate_size=24,
         ),
         ("tensor=2,expert=2,pipe=2",),
-        {"page_size": 8, "num_pages": 12},
+        {"page_size": 8, "num_pages": 9},
     ),
     # Four experts for eight devices, and groups of 32 or 24 inputs of which a device has eight or six.
     "int4": Case(
@@ -142,7 +143,7 @@ def answers(case: Case, mesh: str | None) -> dict[str, Any]:
     """Of one engine."""
     options = EngineOptions(**{**SETTINGS, **case.settings}, mesh=mesh)
     engine, params = build(case.model, options)
-    loop = HostLoop(engine, cache=CacheIdentity(model="tiny", kv_format="any"))
+    loop = HostLoop(engine, cache=CacheIdentity(model="tiny", kv_format="any"), policy=UNFORESEEN)
     outputs = [output.outputs[0] for output in serve(loop, requests()) + serve(loop, requests()[:1])]
     if case.settings.get("host_kv_memory"):
         check_moves(engine)
