@@ -1,16 +1,16 @@
 """How often do a model and its drafter sample the same? `python -m benchmarks.acceptance PROMPTS`
 
-A drafter that samples uses the noise of the token that it guesses (Gumbel-max, the noise a function of seed and
-place), so that answers are what they are without drafts. The standard rule (Leviathan et al. 2023) draws a draft
-of q and accepts it with probability min(1, p / q): on average sum(min(p, q)) = 1 - D, D being their distance in
-total variation, and nothing surpasses that. Two samples with the same noise agree with probability at least
-(1 - D) / (1 + D), and exactly, token i is both with probability 1 / sum_j max(p_j / p_i, q_j / q_i) (Daliri et
-al. 2024, arXiv 2408.07978).
+A drafter that samples uses the noise of the token that it guesses (Gumbel-max, the noise a function of seed
+and place), so that answers are what they are without drafts. The standard rule (Leviathan et al. 2023) draws
+a draft of q and accepts it with probability min(1, p / q): on average sum(min(p, q)) = 1 - D, D being their
+total variation distance, and nothing surpasses that. Two samples with the same noise agree with probability
+at least (1 - D) / (1 + D), and exactly, token i is both with probability
+1 / sum_j max(p_j / p_i, q_j / q_i) (Daliri et al. 2024, arXiv 2408.07978).
 
 The model answers prompts, sampling. Then it and each drafter (`skip:N`, its first N layers, or a recipe, the
-model itself in that precision) read the answers. Of each position's two distributions, in the same context and
-cut off alike, the table has the means of: what agreed with the answers' own noise, what agrees on average over
-all noise, what the standard rule accepts, and the bound. `--save FILE` writes the same as JSON.
+model itself in that precision) read the answers. Of each position's two distributions, in the same context
+and cut off alike, the table has the means of: what agreed with the answers' own noise, what agrees on average
+over all noise, what the standard rule accepts, and the bound. `--save FILE` writes the same as JSON.
 
 PROMPTS is as in `benchmarks.speculation`.
 """
