@@ -225,6 +225,7 @@ def main() -> None:
         quantize=args.quantize,
         deterministic=args.deterministic,
         speculative=args.speculative,
+        draft_quantize=args.draft_quantize,
         max_drafts=args.max_drafts,
     )
     engine = model.build_engine(options)
@@ -233,6 +234,9 @@ def main() -> None:
     invariant = engine.config.deterministic
     print(f"{machine}\n{args.model}, {precision}, {args.speculative}, deterministic={invariant}")
     print(_HEAD, flush=True)
+    speculation = named_speculation(args.speculative, args.max_drafts)
+    if speculation is not None and args.always:
+        speculation = replace(speculation, adaptive=False)
     rows: list[Row] = []
     for task, texts in read_prompts(args.prompts, args.num_prompts).items():
         prompts = [encode(model.tokenizer, text) for text in texts]
@@ -245,7 +249,7 @@ def main() -> None:
                         prompts,
                         streams,
                         args.max_tokens,
-                        named_speculation(args.speculative, args.max_drafts),
+                        speculation,
                         args.asked_before,
                     ),
                 )
@@ -269,7 +273,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--num-prompts", type=int, default=4, help="of each task (default %(default)s)")
     add("--max-tokens", type=int, default=128, help="of an answer (default %(default)s)")
     add("--speculative", type=parse_speculative, default="ngram", help="what drafts (default %(default)s)")
+    add("--draft-quantize", type=recipe_name, metavar="RECIPE", help="formats of a draft model's weights")
     add("--max-drafts", type=int, default=7, help="in a step (default %(default)s)")
+    add("--always", action="store_true", help="verify drafts also where that does not pay")
     add("--streams", type=int, nargs="+", default=[1, 4], help="answers side by side")
     add("--tasks", nargs="+", choices=_TASKS, default=_TASKS)
     add("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
