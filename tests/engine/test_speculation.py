@@ -126,9 +126,9 @@ def test_drafts_from_answers_before_change_nothing_to_the_bit(
         drafted = loop.snapshot().speculation
         assert drafted is not None
         accepted.append(drafted.num_accepted - accepted[-1])
-    # Asked again, all is known: two of three tokens, or more, come as drafts.
+    # Asked again, most is known; where samples of one prompt part, it is guessed which of them this one is.
     num_tokens = sum(len(sample.token_ids) for output in expected for sample in output.outputs)
-    assert accepted[1] < num_tokens / 2 < num_tokens * 2 / 3 < accepted[2]
+    assert accepted[1] < num_tokens / 2 < accepted[2]
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlapped"])
