@@ -116,6 +116,7 @@ def _collective(line: str, conditional: bool) -> Collective | None:
     arrays = [
         (math.prod(int(size) for size in dims.split(",") if size), _item_bytes(kind, bits))
         for kind, bits, dims in _ARRAY.findall(match[1])
+        if dims or kind != "u" or not match[3]  # What TPUs keep for asynchronous ones is a u32[] of its own.
     ]
     # The start of an asynchronous one lists what goes in before what comes out; a sum's are one.
     if match[3] and match[2] != "all-reduce":

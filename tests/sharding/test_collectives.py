@@ -59,6 +59,7 @@ HloModule jit_step
 }
 
 ENTRY %main.4 (p0: bf16[4,8]) -> f32[4,64] {
+  %moved = (bf16[4,8]{1,0:T(8,128)(2,1)S(1)}, bf16[4,8]{1,0:T(8,128)(2,1)S(1)}, u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(%z), channel_id=7, source_target_pairs={{0,8},{1,9}}
   %psum.5 = f32[8]{0:T(128)S(1)} all-reduce(%y), channel_id=6, replica_groups=mesh['a'=2,'b'=8] {'a','b'}, to_apply=%add
   ROOT %while.1 = (s32[], bf16[4,8]) while(%init), condition=%cond.2, body=%body.1, metadata={op_name="jit(step)/while"}
 }
@@ -69,6 +70,7 @@ def test_a_tpu_loop_counts_to_the_limit_of_its_condition_and_groups_are_axes_of_
     assert collectives(TPU_LOOP) == {
         Collective("all-reduce", 32, 64, 8, False): 32,
         Collective("all-reduce", 8, 32, 16, False): 1,
+        Collective("collective-permute", 32, 64, 0, False): 1,
     }
 
 
