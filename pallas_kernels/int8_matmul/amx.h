@@ -33,6 +33,9 @@ inline bool Allowed() {
   return allowed;
 }
 
+// What was written before is in memory: GCC does not know that the instructions below read it.
+INLINE inline void Written() { __asm__ volatile("" ::: "memory"); }
+
 // Every tile has its full size while this lives.
 struct Tiles {
   Tiles() {
@@ -41,6 +44,7 @@ struct Tiles {
       uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
       uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
     } config;
+    Written();
     _tile_loadconfig(&config);
   }
   ~Tiles() { _tile_release(); }
@@ -142,6 +146,7 @@ void Multiply(const int8_t* w, int64_t n, const int8_t* columns, int64_t rows, b
       _tile_dpbssd(3, 5, 7);
     }
   };
+  Written();
   int64_t k = 0;
   for (; k + kDeep <= n; k += kDeep, columns += kTile) {
     for (int64_t o = 0; ahead && o < kOutputs; ++o) _mm_prefetch(w + (kOutputs + o) * n + k, _MM_HINT_T0);
@@ -150,16 +155,19 @@ void Multiply(const int8_t* w, int64_t n, const int8_t* columns, int64_t rows, b
   if (k < n) {
     alignas(64) int8_t rest[kOutputs * kDeep] = {};
     for (int64_t o = 0; o < kOutputs; ++o) std::memcpy(rest + o * kDeep, w + o * n + k, n - k);
+    Written();
     step(rest, kDeep, columns);
   }
   alignas(64) int32_t sums[4][kSide * kSide];
   _tile_stored(0, sums[0], kDeep);
   _tile_stored(1, sums[1], kDeep);
+  Written();
   Store<T>(sums[0], rows, out);
   Store<T>(sums[1], rows, out.From(0, kSide));
   if constexpr (kGroups == 2) {
     _tile_stored(2, sums[2], kDeep);
     _tile_stored(3, sums[3], kDeep);
+    Written();
     Store<T>(sums[2], rows - kGroup<T>, out.From(kGroup<T>, 0));
     Store<T>(sums[3], rows - kGroup<T>, out.From(kGroup<T>, kSide));
   }

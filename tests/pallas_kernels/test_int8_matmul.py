@@ -64,9 +64,9 @@ def test_shapes_that_disagree_are_named() -> None:
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the ways to multiply differ on x86 alone")
 @pytest.mark.parametrize("without", ["-mno-amx-int8", "-mno-avx512f"])
 def test_sums_are_exact_on_lesser_processors(without: str, native_kernels: None) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", __file__, "-k", "sums_are_exact_and_scaled and cpu"]
+    command = [sys.executable, "-m", "pytest", __file__, "-k", "sums_are_exact_and_scaled and cpu"]
     done = subprocess.run(
         command, env=os.environ | {"CXXFLAGS": without}, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout
-    assert f"{2 * len(SHAPES)} passed" in done.stdout
+    assert f"{2 * len(SHAPES)} passed" in done.stdout, done.stdout
