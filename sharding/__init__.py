@@ -1,9 +1,10 @@
 """Device meshes and the rules that map logical axes onto them."""
 
-from sharding.mesh import MeshAxes, make_mesh, mesh_name, mesh_size, parse_mesh
-from sharding.per_shard import per_shard, shard_index, shard_sum
+from sharding.mesh import MeshAxes, make_mesh, mesh_name, mesh_size, parse_mesh, stage_mesh
+from sharding.per_shard import from_shard_before, inside_shard, per_shard, shard_index, shard_sum
 from sharding.rules import (
     EXPERT,
+    PIPE,
     RULES,
     TENSOR,
     AnyMesh,
@@ -15,10 +16,13 @@ from sharding.rules import (
 
 __all__ = [
     "EXPERT",
+    "PIPE",
     "RULES",
     "TENSOR",
     "AnyMesh",
     "MeshAxes",
+    "from_shard_before",
+    "inside_shard",
     "make_mesh",
     "mesh_name",
     "mesh_size",
@@ -30,4 +34,5 @@ __all__ = [
     "shard_index",
     "shard_size",
     "shard_sum",
+    "stage_mesh",
 ]

@@ -11,9 +11,9 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from sharding.rules import EXPERT, TENSOR
+from sharding.rules import EXPERT, PIPE, TENSOR
 
-AXES = (EXPERT, TENSOR)
+AXES = (PIPE, EXPERT, TENSOR)
 """What a mesh can have, the outermost first: neighbours share what is exchanged most."""
 MeshAxes = tuple[tuple[str, int], ...]
 """The axes above 1 of a mesh with their sizes, in the order of `AXES`; empty for a single device."""
@@ -28,7 +28,7 @@ def parse_mesh(text: str) -> MeshAxes:
     for part in text.split(","):
         axis, _, size = (piece.strip() for piece in part.partition("="))
         if axis not in AXES or not size.isdecimal() or int(size) < 1:
-            raise ValueError(f"mesh {text!r}: expected auto, tensor=N, expert=N, or both with a comma")
+            raise ValueError(f"mesh {text!r}: expected auto, or tensor=N, expert=N and pipe=N, with commas")
         if axis in sizes:
             raise ValueError(f"mesh {text!r}: {axis} is there twice")
         sizes[axis] = int(size)
@@ -50,6 +50,15 @@ def make_mesh(axes: MeshAxes, devices: Sequence[Any] | None = None) -> Mesh | No
     if not axes:
         return None
     return _make_mesh(axes, tuple(jax.devices() if devices is None else devices))
+
+
+@functools.cache
+def stage_mesh(mesh: Mesh, stage: int) -> Mesh:
+    """The devices of one stage of a mesh that has stages, along its other axes; a single one as tensor=1."""
+    position = mesh.axis_names.index(PIPE)
+    names = tuple(name for name in mesh.axis_names if name != PIPE) or (TENSOR,)
+    devices = np.take(mesh.devices, [stage], position).reshape([mesh.shape.get(name, 1) for name in names])
+    return Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
 
 
 @functools.cache

@@ -40,6 +40,11 @@ def per_shard(function: Function, mesh: Mesh | None, *, in_axes: Sequence[Axes],
     )
 
 
+def inside_shard(mesh: Mesh | None) -> bool:
+    """Whether this is traced inside `per_shard`, where arrays are one device's parts already."""
+    return mesh is not None and set(mesh.axis_names) <= set(jax.sharding.get_abstract_mesh().manual_axes)
+
+
 def shard_index(axis: str, mesh: Mesh | None) -> jax.Array | int:
     """Inside `per_shard`, which part of a logical axis this device holds."""
     if num_shards(axis, mesh) == 1:
@@ -50,6 +55,12 @@ def shard_index(axis: str, mesh: Mesh | None) -> jax.Array | int:
 def shard_sum(x: jax.Array, axis: str, mesh: Mesh | None) -> jax.Array:
     """Inside `per_shard`, the sum of x over the devices that share out a logical axis."""
     return x if num_shards(axis, mesh) == 1 else jax.lax.psum(x, mesh_axes(axis, mesh))
+
+
+def from_shard_before(x: jax.Array, axis: str, mesh: Mesh) -> jax.Array:
+    """Inside `per_shard`, the x of the device before this one along a logical axis; zeros on the first."""
+    pairs = [(number, number + 1) for number in range(num_shards(axis, mesh) - 1)]
+    return jax.lax.ppermute(x, mesh_axes(axis, mesh), pairs)
 
 
 def _specs(axes: Axes, mesh: Mesh) -> Any:

@@ -14,6 +14,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 AnyMesh = Mesh | AbstractMesh
 """Of devices, or of nothing but sizes and names."""
 
+PIPE = "pipe"
+"""The mesh axis along which whole layers lie, a run of them on each of its devices."""
 TENSOR = "tensor"
 """The mesh axis along which the parts of one layer lie, those of attention included."""
 EXPERT = "expert"
@@ -21,9 +23,12 @@ EXPERT = "expert"
 experts than KV heads."""
 
 RULES: Mapping[str, tuple[str, ...]] = {
+    # Runs of layers, of what has parts for all of them.
+    "stages": (PIPE,),
     "kv_heads": (TENSOR,),
     "mlp": (EXPERT, TENSOR),
-    "vocab": (EXPERT, TENSOR),
+    # The first and the last product belong to no stage: each would keep the others waiting.
+    "vocab": (PIPE, EXPERT, TENSOR),
     # Whole experts to a device: a slice of each one's width may be narrower than the hardware's tiles.
     "experts": (EXPERT, TENSOR),
     # Where there are too few for that.

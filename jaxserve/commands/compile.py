@@ -38,7 +38,7 @@ class Compile:
         add = parser.add_argument
         add("model", metavar="MODEL", help="a known model (llama-3.1-8b) or a folder with a config.json")
         add("--target", required=True, metavar="NAME", help="chip and number, as v5e-4, v5p-4, v6e-8, h200")
-        add("--mesh", metavar="AXES", help="as tensor=4,expert=2 (default: all devices along tensor)")
+        add("--mesh", metavar="AXES", help="as tensor=4,pipe=2 (default: all devices along tensor)")
         add("--tensor", type=int, metavar="N", help="the same as --mesh tensor=N")
         add("--slots", type=int, default=DEFAULT_DECODE_ROWS[-1], metavar="N", help="sequences at once")
         add("--max-model-len", type=int, metavar="N", help="longest sequence (default: up to 16384)")

@@ -35,8 +35,8 @@ CHUNK_BYTES = 2**30
 class Place(Protocol):
     """Says where an array of a parameter belongs."""
 
-    def __call__(self, shape: Sequence[int], axes: Sequence[str | None]) -> Sharding:
-        """`axes`: logical names, see `ParameterInfo`."""
+    def __call__(self, shape: Sequence[int], axes: Sequence[str | None], name: str, /) -> Sharding:
+        """`axes`: logical names, see `ParameterInfo`; `name`: of the parameter."""
         ...
 
 
@@ -98,7 +98,7 @@ def restore_parameters(
     if checkpoint.recipe:
         recipe = recipe_of_label(checkpoint.recipe, checkpoint.stored_formats)
     infos = dict(model_parameters(checkpoint.config))
-    place = place or (lambda shape, axes: SingleDeviceSharding(jax.devices()[0]))
+    place = place or (lambda shape, axes, name: SingleDeviceSharding(jax.devices()[0]))
     for index, names in enumerate(checkpoint.groups):
         formats = {
             name: recipe.format_of(name) if recipe and not infos[name].full_precision else None
@@ -118,7 +118,7 @@ def restore_parameters(
                 part: _placed(
                     found.member(f"{stack}.{part}", number, array.shape),
                     array,
-                    place(array.shape, axes[part]),
+                    place(array.shape, axes[part], name),
                 )
                 for part, array in wanted[name].items()
             }

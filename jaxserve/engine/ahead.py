@@ -13,6 +13,7 @@ from jaxserve.engine.build import layer_loop_for, resolve_config, resolve_dtype
 from jaxserve.engine.collectives import collectives
 from jaxserve.engine.ladder import chunk_shapes, decode_shapes
 from jaxserve.engine.memory import free_for_pages, shard_bytes, weight_bytes
+from jaxserve.engine.mesh import num_pools
 from jaxserve.engine.options import EngineOptions
 from jaxserve.engine.programs import AbstractEngine, abstract_engine
 from jaxserve.engine.step import PlanFormat
@@ -38,7 +39,8 @@ class StepReport:
     sent_bytes: int
     """That a device sends for them, by rings."""
     ideal_sent_bytes: int
-    """The same for one sum of hidden states after each attention and each feed-forward part."""
+    """The same for one sum of hidden states after each attention and each feed-forward part of its layers,
+    and for these once to the next stage."""
 
     @property
     def peak_bytes(self) -> int:
@@ -91,7 +93,9 @@ class AheadEngine:
         model, mesh = self.config.model, self.abstract.transformer.mesh
         item_bytes = 2 if self.config.compute_format == "bfloat16" else 4
         shares = [(count - 1) / count for count in (num_shards("kv_heads", mesh), num_shards("mlp", mesh))]
-        return int(2 * sum(shares) * model.num_layers * shape.rows * model.hidden_size * item_bytes)
+        stages = num_shards("stages", mesh)
+        sums = 2 * sum(shares) * model.num_layers / stages
+        return int((sums + (stages - 1) / stages) * shape.rows * model.hidden_size * item_bytes)
 
 
 def prepare_ahead(
@@ -122,7 +126,7 @@ def prepare_ahead(
     recipe = recipe_named(options.quantize) if options.quantize else None
     weights = weight_bytes(model, dtype, layer_loop_for(platform), recipe, axes)
     free_bytes = free_for_pages(int(memory_bytes), weights)
-    options = replace(options, kv_memory=options.kv_memory or free_bytes * num_shards("kv_heads", mesh))
+    options = replace(options, kv_memory=options.kv_memory or free_bytes * num_pools(axes))
     length = options.max_model_len or model.max_position
     config = resolve_config(model, options, platform, dtype, length, axes)
     config = replace(config, decode_rows=decode_rows, chunk_rows=chunk_rows)

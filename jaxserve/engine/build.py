@@ -16,7 +16,7 @@ from jaxserve.engine.compile_cache import compile_counter, enable_compilation_ca
 from jaxserve.engine.engine import DeviceEngine
 from jaxserve.engine.loading import named_parameters, reported, stored_as
 from jaxserve.engine.memory import free_for_pages, free_memory, weight_bytes
-from jaxserve.engine.mesh import resolve_mesh, spread_model
+from jaxserve.engine.mesh import num_pools, resolve_mesh, spread_model
 from jaxserve.engine.options import EngineOptions
 from jaxserve.engine.parameters import place_parameters
 from jaxserve.engine.pool_size import resolve_pages
@@ -31,7 +31,7 @@ from jaxserve.weights import AnyCheckpoint, Checkpoint, cache_home
 from pallas_kernels import native
 from pallas_kernels.dispatch import Target, default_target
 from pallas_kernels.ragged_paged_attention import reads_pages_natively
-from sharding import TENSOR, MeshAxes, make_mesh, mesh_name, mesh_size, parse_mesh
+from sharding import PIPE, MeshAxes, make_mesh, mesh_name, mesh_size, parse_mesh
 
 LOGGER = logging.getLogger(__name__)
 
@@ -148,7 +148,7 @@ def configure(
     options = replace(options, mesh=mesh_name(axes))
     if platform != "cpu" and options.kv_memory is None and options.num_pages is None:
         own_pool = free_for_pages(free(mesh_size(axes)), 0 if loaded else own_weights(axes))
-        options = replace(options, kv_memory=own_pool * dict(axes).get(TENSOR, 1))
+        options = replace(options, kv_memory=own_pool * num_pools(axes))
     return resolved(options)
 
 
@@ -238,6 +238,7 @@ def resolve_config(
         num_pages=options.num_pages,
         kv_memory=options.kv_memory,
         draft=draft,
+        num_stages=dict(mesh).get(PIPE, 1),
     )
     config = EngineConfig(
         model=model,
@@ -254,7 +255,7 @@ def resolve_config(
         context_block=max(128, page_size),
         max_iterations=options.max_iterations,
         max_drafts=options.max_drafts if options.speculative else 0,
-        draft_layers=_resolve_draft_layers(options, model),
+        draft_layers=_resolve_draft_layers(options, model, mesh),
         moves_pages=options.host_kv_memory is not None,
         mesh=mesh,
     )
@@ -285,13 +286,19 @@ def _chunk_rows(options: EngineOptions, fewest: int, num_slots: int, max_chunk: 
     return tuple(sorted({*single, *drafts, *ladder(lowest_chunk(num_slots), longest)}))
 
 
-def _resolve_draft_layers(options: EngineOptions, model: ModelConfig) -> int:
-    """Layers that draft in the engine. Raises ValueError for more than all but the last."""
+def _resolve_draft_layers(options: EngineOptions, model: ModelConfig, mesh: MeshAxes) -> int:
+    """Layers that draft in the engine. Raises ValueError for more than all but the last, and where stages
+    share them out."""
     num_layers = read_speculative(options.speculative).num_layers if options.speculative else 0
     if num_layers >= model.num_layers:
         raise ValueError(
             f"speculative {options.speculative!r}: the model has {model.num_layers} layers, of which 1 to "
             f"{model.num_layers - 1} can draft"
+        )
+    if num_layers and PIPE in dict(mesh):
+        raise ValueError(
+            f"speculative {options.speculative!r} on mesh {mesh_name(mesh)}: the first layers draft "
+            f"where all layers are, so without {PIPE!r}"
         )
     return num_layers
 

@@ -15,6 +15,11 @@ _ARRAY = re.compile(r"([a-z]+)(\d+)?[a-z0-9]*\[([\d,]*)\]")
 _GROUPS = re.compile(r"replica_groups=(?:\[\d+,(\d+)\]|\{\{([\d,]+)\})")
 _BODY = re.compile(r"\bbody=%?([\w.\-]+)")
 _TRIPS = re.compile(r'known_trip_count"?:\{"n":"(\d+)"')
+_CONDITION = re.compile(r"\bcondition=%?([\w.\-]+)")
+_CONSTANT = re.compile(r"%?([\w.\-]+) = s32\[\]\S* constant\((\d+)\)")
+_BELOW = re.compile(r"ROOT .* compare\(.*%([\w.\-]+)\), direction=LT")
+_MESH_GROUPS = re.compile(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}")
+_MESH_AXIS = re.compile(r"'([^']+)'=(\d+)")
 _BRANCHES = re.compile(r"\b(?:branch_computations=\{([^}]*)\}|(?:true|false)_computation=%?([\w.\-]+))")
 _CALLED = re.compile(r"\b(?:calls|to_apply|condition)=%?([\w.\-]+)")
 
@@ -63,13 +68,24 @@ def _walk(
     for line in computations.get(name, ()):
         if collective := _collective(line, conditional):
             found[collective] += times
-        turns = _TRIPS.search(line)
         for body in _BODY.findall(line):
-            _walk(computations, body, times * int(turns[1] if turns else 1), conditional, found)
+            _walk(computations, body, times * _turns(computations, line), conditional, found)
         for branch in _branches(line):
             _walk(computations, branch, times, True, found)
         for called in _CALLED.findall(line):
             _walk(computations, called, times, conditional, found)
+
+
+def _turns(computations: Mapping[str, list[str]], loop: str) -> int:
+    """How often a loop turns: as its line says, or up to the constant that its condition counts to from 0, as
+    loops over layers do; 1 for others."""
+    if known := _TRIPS.search(loop):
+        return int(known[1])
+    condition = _CONDITION.search(loop)
+    lines = computations.get(condition[1], ()) if condition else ()
+    constants = dict(pair for line in lines for pair in _CONSTANT.findall(line))
+    limits = [constants.get(name) for line in lines for name in _BELOW.findall(line)]
+    return int(limits[0]) if len(limits) == 1 and limits[0] is not None else 1
 
 
 def _computations(hlo: str) -> tuple[dict[str, list[str]], str]:
@@ -100,17 +116,30 @@ def _collective(line: str, conditional: bool) -> Collective | None:
     arrays = [
         (math.prod(int(size) for size in dims.split(",") if size), _item_bytes(kind, bits))
         for kind, bits, dims in _ARRAY.findall(match[1])
+        if dims or kind != "u" or not match[3]  # What TPUs keep for asynchronous ones is a u32[] of its own.
     ]
     # The start of an asynchronous one lists what goes in before what comes out; a sum's are one.
     if match[3] and match[2] != "all-reduce":
         arrays = arrays[len(arrays) // 2 :]
-    groups = _GROUPS.search(line)
-    listed = groups[1] or groups[2] if groups else ""
-    num_devices = int(listed) if groups and groups[1] else len(listed.split(",")) if listed else 0
     elements = sum(number for number, _ in arrays)
     return Collective(
-        match[2], elements, int(sum(number * item for number, item in arrays)), num_devices, conditional
+        match[2],
+        elements,
+        int(sum(number * item for number, item in arrays)),
+        _num_devices(line),
+        conditional,
     )
+
+
+def _num_devices(line: str) -> int:
+    """Of each exchange; 0 where the line does not say."""
+    if named := _MESH_GROUPS.search(line):
+        sizes = {axis: int(size) for axis, size in _MESH_AXIS.findall(named[1])}
+        return math.prod(sizes.get(axis.strip(" '"), 0) for axis in named[2].split(","))
+    groups = _GROUPS.search(line)
+    if groups is None:
+        return 0
+    return int(groups[1]) if groups[1] else len(groups[2].split(","))
 
 
 def _item_bytes(kind: str, bits: str) -> float:

@@ -135,7 +135,7 @@ def _restored(checkpoint: ConvertedCheckpoint, config: EngineConfig, mesh: Mesh 
     from jaxserve.converted.parameters import restore_parameters
 
     recipe = recipe_in_force(config)
-    place = None if mesh is None else functools.partial(restored_place, mesh)
+    place = None if mesh is None else functools.partial(restored_place, config.model, mesh)
     if recipe is None or checkpoint.recipe is not None:
         return restore_parameters(checkpoint, config.compute_format, place)
     plain = to_shards(restore_parameters(checkpoint, "float32", place), config.model, mesh)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from jaxserve.config import ModelConfig
 from jaxserve.model.spread import repeat_kv_heads
-from sharding import EXPERT, TENSOR, MeshAxes, mesh_name, mesh_size, parse_mesh
+from jaxserve.model.stages import stages_of
+from sharding import EXPERT, PIPE, TENSOR, MeshAxes, mesh_name, mesh_size, parse_mesh
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +31,12 @@ def spread_model(model: ModelConfig, axes: MeshAxes) -> ModelConfig:
         return repeat_kv_heads(model, dict(axes).get(TENSOR, 1))
     choices = " or ".join(mesh_name(choice) for choice in _nearest(model, axes))
     raise ValueError(f"mesh {mesh_name(axes)}: {reason}; nearest to it are {choices}")
+
+
+def num_pools(axes: MeshAxes) -> int:
+    """Parts into which the mesh cuts the KV pools; other devices have the same part as one of these."""
+    sizes = dict(axes)
+    return sizes.get(TENSOR, 1) * sizes.get(PIPE, 1)
 
 
 def require_devices(axes: MeshAxes, num_devices: int, platform: str) -> None:
@@ -132,7 +139,7 @@ def _nearest(model: ModelConfig, axes: MeshAxes) -> list[MeshAxes]:
 def _obstacle(model: ModelConfig, axes: MeshAxes) -> str | None:
     """Why a mesh does not divide a model, or None."""
     sizes = dict(axes)
-    tensor, expert = sizes.get(TENSOR, 1), sizes.get(EXPERT, 1)
+    tensor, expert, pipe = (sizes.get(axis, 1) for axis in (TENSOR, EXPERT, PIPE))
     experts = model.num_experts if any(kind.experts for kind in model.layers) else 0
     if expert > 1 and not experts:
         return f"the model has no experts for mesh axis {EXPERT!r} to cut"
@@ -140,20 +147,29 @@ def _obstacle(model: ModelConfig, axes: MeshAxes) -> str | None:
         repeat_kv_heads(model, tensor)
     except ValueError as error:
         return f"{error} along mesh axis {TENSOR!r}"
-    along = " and ".join(repr(axis) for axis, _ in axes)
-    wholes = {"vocab": model.vocab_size}
+    try:
+        stages_of(model, pipe)
+    except ValueError as error:
+        return f"{error} of mesh axis {PIPE!r}"
+    wholes = [("vocab", model.vocab_size, pipe * tensor * expert)]
     if not all(kind.experts for kind in model.layers):
-        wholes["mlp"] = model.intermediate_size
-    for name, size in wholes.items():
-        if size % (tensor * expert):
-            return f"{name} has size {size}, which the {tensor * expert} devices of {along} do not divide"
+        wholes.append(("mlp", model.intermediate_size, tensor * expert))
+    for name, size, cut in wholes:
+        if size % cut:
+            along = _along(axes if name == "vocab" else [one for one in axes if one[0] != PIPE])
+            return f"{name} has size {size}, which the {cut} devices of {along} do not divide"
     if experts % (tensor * expert) and (experts % expert or model.expert_intermediate_size % tensor):
         return (
             f"the model's {experts} experts of width {model.expert_intermediate_size} are cut neither whole "
-            f"nor in slices by the {tensor * expert} devices of {along}"
+            f"nor in slices by the {tensor * expert} devices of "
+            f"{_along([one for one in axes if one[0] != PIPE])}"
         )
     return None
 
 
-def _axes(tensor: int = 1, expert: int = 1) -> MeshAxes:
-    return parse_mesh(f"{TENSOR}={tensor},{EXPERT}={expert}")
+def _along(axes: Iterable[tuple[str, int]]) -> str:
+    return " and ".join(repr(axis) for axis, _ in axes)
+
+
+def _axes(tensor: int = 1, expert: int = 1, pipe: int = 1) -> MeshAxes:
+    return parse_mesh(f"{TENSOR}={tensor},{EXPERT}={expert},{PIPE}={pipe}")

@@ -68,8 +68,8 @@ class EngineOptions:
     max_drafts: int = DEFAULT_MAX_DRAFTS
     """Most drafts of an answer in a step."""
     mesh: str | None = None
-    """Devices that share the model: `tensor=N`, `expert=N`, both with a comma, or "auto", the fewest on which
-    weights leave as much memory to pages; None takes the first device."""
+    """Devices that share the model: `tensor=N`, `expert=N` and `pipe=N`, with commas, or "auto", the fewest
+    on which weights leave as much memory to pages; None takes the first device."""
 
     def __post_init__(self) -> None:
         for name in _SIZES:

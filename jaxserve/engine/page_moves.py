@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -18,11 +19,13 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine.shardings import everywhere, shardings_of
 from jaxserve.engine.state import DeviceState
 from jaxserve.model.cache import CACHE_AXES, CacheGroup
-from sharding import named_sharding
+from sharding import named_sharding, per_shard
 
 PAGES_PER_MOVE = 8
 """Pages that one call of a program moves; the rest of a last call is page 0, which nobody is given."""
 
+_MOVED_AXES = (None, *CACHE_AXES)
+"""Of pages with all their layers: every device moves its own heads' and layers'."""
 Bytes = npt.NDArray[np.uint8]
 Contents = tuple[jax.Array | np.ndarray, ...]
 """[PAGES_PER_MOVE, num_layers, ...] of the pool, and of its scales if it has them."""
@@ -104,20 +107,20 @@ def page_calls(pages: Sequence[int], num_pages: int) -> Iterator[np.ndarray]:
         yield call
 
 
-def read_group(state: DeviceState, pages_B: jax.Array, group: int, num_pages: int) -> tuple[jax.Array, ...]:
+def read_group(group: CacheGroup, pages_B: jax.Array, *, num_pages: int) -> tuple[jax.Array, ...]:
     """Copies of pages, with all layers of one page together."""
 
     def read_pages(array: jax.Array) -> jax.Array:
         firsts_L = jnp.arange(array.shape[0] // num_pages, dtype=jnp.int32) * num_pages
         return array[pages_B[:, None] + firsts_L]
 
-    return tuple(read_pages(array) for array in _arrays(state.cache[group]))
+    return tuple(read_pages(array) for array in _arrays(group))
 
 
 def write_group(
-    state: DeviceState, contents: tuple[jax.Array, ...], pages_B: jax.Array, group: int, num_pages: int
-) -> DeviceState:
-    """Fill pages, in place if the state is donated."""
+    group: CacheGroup, contents: tuple[jax.Array, ...], pages_B: jax.Array, *, num_pages: int
+) -> CacheGroup:
+    """Fill pages, in place if the group is donated."""
 
     def write_pages(array: jax.Array, values_BLx: jax.Array) -> jax.Array:
         def write_layer(layer: jax.Array, array: jax.Array) -> jax.Array:
@@ -129,11 +132,8 @@ def write_group(
 
         return jax.lax.fori_loop(0, values_BLx.shape[1], write_layer, array)
 
-    arrays = _arrays(state.cache[group])
-    written = [write_pages(*pair) for pair in zip(arrays, contents, strict=True)]
-    cache = list(state.cache)
-    cache[group] = CacheGroup(pool=written[0], scales=written[1] if len(written) > 1 else None)
-    return dataclasses.replace(state, cache=tuple(cache))
+    written = [write_pages(*pair) for pair in zip(_arrays(group), contents, strict=True)]
+    return CacheGroup(pool=written[0], scales=written[1] if len(written) > 1 else None)
 
 
 def _compile(group: int, num_pages: int, state: DeviceState, mesh: Mesh | None) -> PageProgram:
@@ -149,10 +149,23 @@ def _compile(group: int, num_pages: int, state: DeviceState, mesh: Mesh | None) 
     )
 
     def read(state: DeviceState, pages_B: jax.Array) -> tuple[jax.Array, ...]:
-        return read_group(state, pages_B, group, num_pages)
+        run = per_shard(
+            functools.partial(read_group, num_pages=num_pages),
+            mesh,
+            in_axes=(CACHE_AXES, ()),
+            out_axes=_MOVED_AXES,
+        )
+        return run(state.cache[group], pages_B)
 
     def write(state: DeviceState, contents: tuple[jax.Array, ...], pages_B: jax.Array) -> DeviceState:
-        return write_group(state, contents, pages_B, group, num_pages)
+        run = per_shard(
+            functools.partial(write_group, num_pages=num_pages),
+            mesh,
+            in_axes=(CACHE_AXES, _MOVED_AXES, ()),
+            out_axes=CACHE_AXES,
+        )
+        written = run(state.cache[group], contents, pages_B)
+        return dataclasses.replace(state, cache=(*state.cache[:group], written, *state.cache[group + 1 :]))
 
     state_places = None if mesh is None else shardings_of(state)
     return PageProgram(
@@ -163,8 +176,7 @@ def _compile(group: int, num_pages: int, state: DeviceState, mesh: Mesh | None) 
 
 
 def _place(shape: tuple[int, ...], mesh: Mesh | None) -> Sharding | None:
-    """Of pages with all their layers: every device moves its own heads'."""
-    return None if mesh is None else named_sharding(shape, (None, *CACHE_AXES), mesh)
+    return None if mesh is None else named_sharding(shape, _MOVED_AXES, mesh)
 
 
 def _on_host(places: tuple[Sharding | None, ...]) -> tuple[Sharding | None, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -12,17 +13,18 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxserve.config import FloatFormat, ModelConfig
+from jaxserve.config import FloatFormat, LayerKind, ModelConfig
 from jaxserve.engine.placement import to_shards
-from jaxserve.engine.shardings import parameter_shardings, placed
+from jaxserve.engine.shardings import parameter_shardings, placed, segment_shardings
 from jaxserve.model.parameters import EXPERT_NAMES, ParameterInfo, layer_parameters, model_parameters
 from jaxserve.model.spread import regrouped_for
+from jaxserve.model.stages import stages_of
 from jaxserve.model.transformer import LayerLoop
 from jaxserve.quantization import Recipe
 from jaxserve.quantization.stacked import fits_stack, for_stack
 from jaxserve.quantization.weight import QuantisedWeight, blank, quantise
 from jaxserve.weights.quantised import StoredMatrix
-from sharding import AnyMesh, num_shards
+from sharding import AnyMesh, num_shards, stage_mesh
 
 _HOST_STACK_BYTES = 2**22
 """Up to which size a stack on a CPU is put together by numpy: a program for each shape takes longer to
@@ -80,33 +82,139 @@ def place_parameters(
 
     Returns the tree that `Transformer.forward` takes.
     """
-    tree = _tree(to_shards(named, model, mesh), model, layer_loop, mesh)
+    named = to_shards(named, model, mesh)
+    if mesh is not None and num_shards("stages", mesh) > 1:
+        return _place_stages(named, model, layer_loop, mesh)
+    tree = _tree(named, model, layer_loop, mesh)
     if mesh is not None:
         return jax.device_put(tree, parameter_shardings(tree, model, mesh))
     return jax.tree.map(lambda array: jax.device_put(array) if isinstance(array, np.ndarray) else array, tree)
 
 
+def _place_stages(named: Named, model: ModelConfig, layer_loop: LayerLoop, mesh: Mesh) -> dict[str, Any]:
+    """The layers of every stage on its own devices, and then as arrays over all of them."""
+    stages = stages_of(model, num_shards("stages", mesh))
+    meshes = [stage_mesh(mesh, stage) for stage in range(len(stages.layers))]
+    layers = [_Layers(stages.model, layer_loop, own, of_stages=True) for own in meshes]
+    outer: dict[str, Any] = {}
+    alike: dict[tuple[LayerKind, str], Any] = {}
+    for full_name, array in named:
+        if not full_name.startswith("layers."):
+            outer[full_name] = array
+            continue
+        _, layer, name = full_name.split(".")
+        stage, number = stages.place_of(int(layer))
+        layers[stage].add(number, name, array)
+        alike[model.layers[int(layer)], name] = jax.tree.map(
+            lambda array: (array.shape, array.dtype, array.sharding.spec), array
+        )
+    for own, stage_layers, of in zip(meshes, layers, stages.layers, strict=True):
+        for number in (number for number, layer in enumerate(of) if layer is None):
+            kind = stages.model.layers[number]
+            for name in layer_parameters(model, kind):
+                stage_layers.add(number, name, _zeros(alike[kind, name], own))
+    placed_layers = [
+        jax.device_put(own.segments, segment_shardings(own.segments, stages.model, mesh))
+        for own, mesh in zip(layers, meshes, strict=True)
+    ]
+    shapes = _of_all_stages(placed_layers[0], len(meshes))
+    tree = {**outer, "segments": shapes}
+    shardings = parameter_shardings(tree, model, mesh)
+    segments = jax.tree.map(_joined, shapes, shardings.pop("segments"), *placed_layers)
+    return {**jax.device_put(outer, shardings), "segments": segments}
+
+
+def _zeros(alike: Any, mesh: Mesh) -> Any:
+    """A layer's parameter that is padding, from shapes, types and places of another's."""
+    return jax.tree.map(
+        lambda one: jnp.zeros(one[0], one[1], device=NamedSharding(mesh, one[2])),
+        alike,
+        is_leaf=lambda leaf: isinstance(leaf, tuple),
+    )
+
+
+def _of_all_stages(segments: Any, num_stages: int) -> Any:
+    """The shapes of all stages' layers, from arrays or shapes of one's."""
+    return jax.tree.map(
+        lambda array: jax.ShapeDtypeStruct((num_stages * array.shape[0], *array.shape[1:]), array.dtype),
+        segments,
+    )
+
+
+def _joined(shape: jax.ShapeDtypeStruct, sharding: NamedSharding, *of_stages: jax.Array) -> jax.Array:
+    """One array of every stage's, none of which is moved."""
+    parts = [shard.data for array in of_stages for shard in array.addressable_shards]
+    return jax.make_array_from_single_device_arrays(shape.shape, sharding, parts)
+
+
 def _tree(named: Named, model: ModelConfig, layer_loop: LayerLoop, mesh: AnyMesh | None) -> dict[str, Any]:
-    """Parameters, where they lie, as the tree of them all."""
+    """Parameters, where they lie, as the tree of them all; on a mesh with stages as the first has them."""
     tree: dict[str, Any] = {}
-    places = _layer_positions(model)
-    segments: list[list[dict[str, Any]]] = [[{} for _ in segment.pattern] for segment in model.segments]
-    infos = dict(model_parameters(model))
+    layers = _Layers(model, layer_loop, mesh, of_stages=num_shards("stages", mesh) > 1)
     for full_name, array in named:
         if not full_name.startswith("layers."):
             tree[full_name] = jax.tree.map(jnp.asarray, array)
             continue
         _, layer, name = full_name.split(".")
-        segment, position, repetition = places[int(layer)]
-        entries, count = segments[segment][position], model.segments[segment].count
-        stacked = _is_stacked(name, model, int(layer), layer_loop)
-        num_parts = num_shards(infos[full_name].first_input_axis, mesh)
-        if layer_loop == "stacked" and name not in EXPERT_NAMES and fits_stack(array, num_parts):
-            entries[name] = _with_member(entries.get(name), for_stack(array), repetition, count)
-            continue
-        entries[name] = _with_repetition(entries.get(name), array, repetition, count, stacked)
-    tree["segments"] = tuple(tuple(positions) for positions in segments)
+        layers.add(int(layer), name, array)
+    tree["segments"] = layers.segments
     return tree
+
+
+class _Layers:
+    """The parameters of layers, put together as they arrive."""
+
+    def __init__(
+        self, model: ModelConfig, layer_loop: LayerLoop, mesh: AnyMesh | None, *, of_stages: bool
+    ) -> None:
+        """`of_stages`: arrays of one layer have an axis before theirs, along which those of other stages lie.
+
+        `model` has these layers and `mesh` their devices, of one stage if there are several.
+        """
+        self._model, self._layer_loop, self._mesh = model, layer_loop, mesh
+        self._of_stages = of_stages
+        self._places = _layer_positions(model)
+        self._entries: list[list[dict[str, Any]]] = [
+            [{} for _ in segment.pattern] for segment in model.segments
+        ]
+
+    def add(self, layer: int, name: str, array: Any) -> None:
+        """One parameter of a layer, which may be quantised."""
+        segment, position, repetition = self._places[layer]
+        entries, count = self._entries[segment][position], self._model.segments[segment].count
+        info = layer_parameters(self._model, self._model.layers[layer])[name]
+        num_parts = num_shards(info.first_input_axis, self._mesh)
+        if self._layer_loop == "stacked" and name not in EXPERT_NAMES and fits_stack(array, num_parts):
+            entries[name] = _with_member(entries.get(name), for_stack(array), repetition, count)
+            return
+        stacked = self._layer_loop == "stacked" or info.full_precision or name in EXPERT_NAMES
+        if not stacked and self._of_stages:
+            array = _with_axis_of_stages(array)
+        entries[name] = _with_repetition(entries.get(name), array, repetition, count, stacked)
+
+    @property
+    def segments(self) -> tuple[tuple[dict[str, Any], ...], ...]:
+        """For each segment and each position in its pattern the parameters by name."""
+        return tuple(
+            tuple({name: _as_tuples(entry) for name, entry in entries.items()} for entries in positions)
+            for positions in self._entries
+        )
+
+
+def _with_axis_of_stages(array: Any) -> Any:
+    """A matrix that is no member of a stack; scales always are."""
+    if isinstance(array, QuantisedWeight):
+        return dataclasses.replace(array, values=jnp.expand_dims(array.values, 0))
+    return jnp.expand_dims(array, 0)
+
+
+def _as_tuples(entry: Any) -> Any:
+    """A parameter whose arrays of single layers are tuples."""
+    return jax.tree.map(
+        lambda one: tuple(one) if isinstance(one, list) else one,
+        entry,
+        is_leaf=lambda one: isinstance(one, list),
+    )
 
 
 def abstract_parameters(
@@ -128,16 +236,21 @@ def abstract_parameters(
             return regrouped_for(blank(info.shape, format, info.num_input_axes), info, mesh)
         return jnp.zeros(info.shape, jnp.float32 if info.full_precision else jnp.dtype(compute_format))
 
+    num_stages = num_shards("stages", mesh)
+    of_stage = stages_of(model, num_stages).model
+
     def place() -> dict[str, Any]:
-        named = ((name, parameter(name, info)) for name, info in model_parameters(model))
-        return _tree(named, model, layer_loop, mesh)
+        named = ((name, parameter(name, info)) for name, info in model_parameters(of_stage))
+        return _tree(named, of_stage, layer_loop, mesh)
 
     shapes = jax.eval_shape(place)
+    if num_stages > 1:
+        shapes["segments"] = _of_all_stages(shapes["segments"], num_stages)
     return shapes if mesh is None else placed(shapes, parameter_shardings(shapes, model, mesh))
 
 
 def _with_repetition(entry: Any, array: Any, repetition: int, count: int, stacked: bool) -> Any:
-    """A stack of `count`, or a tuple, with one more repetition; `entry` is None for the first."""
+    """A stack of `count`, or a list, with one more repetition; `entry` is None for the first."""
     if isinstance(array, QuantisedWeight):
         old = entry or QuantisedWeight(None, None, None, array.format)
         zeros = array.zeros
@@ -148,7 +261,9 @@ def _with_repetition(entry: Any, array: Any, repetition: int, count: int, stacke
             array.format,
         )
     if not stacked:
-        return (*(entry or ()), jnp.asarray(array))
+        members: list[Any] = entry or [None] * count
+        members[repetition] = jnp.asarray(array)
+        return members
     if entry is None:
         small = count * array.size * array.dtype.itemsize <= _HOST_STACK_BYTES
         if small and _is_on_host(array):
@@ -183,12 +298,6 @@ def _with_member(stack: Any, member: Any, repetition: int, count: int) -> Any:
     if stack is None:
         stack = jax.tree.map(lambda array: _empty_stack(array, count), member)
     return jax.tree.map(lambda whole, array: _set_repetition(whole, array, repetition), stack, member)
-
-
-def _is_stacked(name: str, model: ModelConfig, layer: int, layer_loop: LayerLoop) -> bool:
-    """Whether a parameter is one array over the repetitions of its segment."""
-    info = layer_parameters(model, model.layers[layer])[name]
-    return layer_loop == "stacked" or info.full_precision or name in EXPERT_NAMES
 
 
 def _layer_positions(model: ModelConfig) -> list[tuple[int, int, int]]:

@@ -15,8 +15,9 @@ from jaxserve.config import ModelConfig
 from jaxserve.engine.shardings import weight_shardings
 from jaxserve.model.parameters import ParameterInfo, model_parameters
 from jaxserve.model.spread import regrouped_for
+from jaxserve.model.stages import stages_of
 from jaxserve.quantization.weight import QuantisedWeight
-from sharding import named_sharding
+from sharding import named_sharding, num_shards, stage_mesh
 
 Parameter = Any
 """A numpy or jax array, or a QuantisedWeight of such."""
@@ -30,22 +31,35 @@ def to_shards(
     Args:
         named: canonical names and parameters, as a checkpoint has them.
         model: as the mesh has it, which may have more KV heads.
-        mesh: the devices; without one nothing is done.
+        mesh: the devices; without one nothing is done. Of a pipeline a layer gets those of its stage.
     """
     if mesh is None:
         yield from named
         return
     infos = dict(model_parameters(model))
     for name, parameter in named:
-        yield name, _on_mesh(name, parameter, infos[name], mesh)
+        yield name, _on_mesh(name, parameter, infos[name], _home(name, model, mesh))
 
 
-def restored_place(mesh: Mesh, shape: Sequence[int], axes: Sequence[str | None]) -> NamedSharding:
-    """Where an array of a checkpoint is restored to: its shards, or, cut as it will not stay, everywhere."""
+def restored_place(
+    model: ModelConfig, mesh: Mesh, shape: Sequence[int], axes: Sequence[str | None], name: str
+) -> NamedSharding:
+    """Where an array of a checkpoint is restored to: its shards, or, cut as it will not stay, all devices
+    that have a part of it."""
+    home = _home(name, model, mesh)
     try:
-        return named_sharding(shape, axes, mesh)
+        return named_sharding(shape, axes, home)
     except ValueError:
-        return NamedSharding(mesh, PartitionSpec())
+        return NamedSharding(home, PartitionSpec())
+
+
+def _home(name: str, model: ModelConfig, mesh: Mesh) -> Mesh:
+    """The devices that a parameter lies on: for a layer those of its stage."""
+    num_stages = num_shards("stages", mesh)
+    if num_stages == 1 or not name.startswith("layers."):
+        return mesh
+    stage, _ = stages_of(model, num_stages).place_of(int(name.split(".")[1]))
+    return stage_mesh(mesh, stage)
 
 
 def _on_mesh(name: str, parameter: Parameter, info: ParameterInfo, mesh: Mesh) -> Parameter:

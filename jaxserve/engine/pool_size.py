@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from jaxserve.config import KvFormat, ModelConfig
 from jaxserve.engine.memory import default_pool
+from jaxserve.model.stages import stages_of
 from pallas_kernels.page_layout import PageLayout
 
 
@@ -19,6 +20,7 @@ def resolve_pages(
     num_pages: int | None,
     kv_memory: int | None,
     draft: ModelConfig | None,
+    num_stages: int = 1,
 ) -> tuple[int, ...]:
     """Pages of each group: what all slots could ever hold, or in proportion what the memory allows.
 
@@ -33,6 +35,7 @@ def resolve_pages(
         num_pages: most of each group; None leaves them to the memory.
         kv_memory: bytes of all pools; None takes what the platform's has by default.
         draft: a model with pools of its own, on the pages of full attention.
+        num_stages: that share out the layers, with what is padding among them.
 
     Raises ValueError, naming the bytes and the limit, where they hold less than two pages of a group.
     """
@@ -42,8 +45,9 @@ def resolve_pages(
     ]
     if num_pages is not None:
         return tuple(min(num_pages, most) for most in wanted)
+    layers = stages_of(model, num_stages).model.layers * num_stages
     page_bytes = [
-        _page_bytes(model, sum(kind.window == window for kind in model.layers), page_size, kv_format)
+        _page_bytes(model, sum(kind.window == window for kind in layers), page_size, kv_format)
         + (_page_bytes(draft, draft.num_layers, page_size, kv_format) if draft and not window else 0)
         for window in model.windows
     ]

@@ -213,7 +213,9 @@ def _compile_slot_programs(config: EngineConfig, state: DeviceState, mesh: Mesh 
 
     return SlotPrograms(
         load_slot=compiled(load_slot, _example_load(config)),
-        copy_pages=compiled(functools.partial(copy_pages, num_pages=num_pages), pack_copies((), num_pages)),
+        copy_pages=compiled(
+            functools.partial(copy_pages, num_pages=num_pages, mesh=mesh), pack_copies((), num_pages)
+        ),
         load_masks={width: compiled(load_masks, *masks(width)) for width in mask_widths(config)},
     )
 

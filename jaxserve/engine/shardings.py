@@ -11,8 +11,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxserve.config import ModelConfig
 from jaxserve.engine.state import DeviceState
 from jaxserve.model.cache import CACHE_AXES, Cache
-from jaxserve.model.parameters import ParameterInfo, layer_parameters, model_parameters
-from jaxserve.model.spread import weight_specs
+from jaxserve.model.parameters import ParameterInfo, model_parameters
+from jaxserve.model.spread import segment_specs, weight_specs
 from sharding import AnyMesh, named_sharding
 
 
@@ -24,26 +24,26 @@ def parameter_shardings(params: Mapping[str, Any], model: ModelConfig, mesh: Any
         model: their model.
         mesh: the devices to place them on.
 
-    A stack over repetitions keeps its leading axis whole.
+    A stack over repetitions keeps its leading axis whole, but for what stages have of it.
     """
     outer = {name: info for name, info in model_parameters(model) if not name.startswith("layers.")}
     tree: dict[str, Any] = {name: weight_shardings(params[name], info, mesh) for name, info in outer.items()}
-    tree["segments"] = tuple(
-        tuple(
-            {
-                name: weight_shardings(entries[name], info, mesh)
-                for name, info in layer_parameters(model, kind).items()
-            }
-            for kind, entries in zip(segment.pattern, positions, strict=True)
-        )
-        for segment, positions in zip(model.segments, params["segments"], strict=True)
-    )
+    tree["segments"] = segment_shardings(params["segments"], model, mesh)
     return tree
+
+
+def segment_shardings(segments: Any, model: ModelConfig, mesh: AnyMesh) -> Any:
+    """Of all layers; see `segment_specs`."""
+    return _on(segment_specs(segments, model, mesh), mesh)
 
 
 def weight_shardings(entry: Any, info: ParameterInfo, mesh: AnyMesh) -> Any:
     """The NamedSharding of one parameter, or of each of its arrays; see `weight_specs`."""
-    specs = weight_specs(entry, info, mesh)
+    return _on(weight_specs(entry, info, mesh), mesh)
+
+
+def _on(specs: Any, mesh: AnyMesh) -> Any:
+    """A tree of NamedSharding from one of PartitionSpec."""
     return jax.tree.map(
         lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec)
     )

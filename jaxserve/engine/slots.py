@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Sequence
 
@@ -11,11 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
+from jax.sharding import Mesh
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.state import FLOAT_FIELDS, MAX_EOS_IDS, PROMPT_FLAG, DeviceState, mask_words
-from jaxserve.model.cache import copy_page
+from jaxserve.model.cache import CACHE_AXES, CacheGroup, copy_page
 from jaxserve.plan import MAX_BIASES, MAX_STOP_IDS, IntArray, SlotLoad
+from sharding import per_shard
 
 
 @flax.struct.dataclass
@@ -173,10 +176,18 @@ def load_masks(
     return dataclasses.replace(state, sampling=sampling)
 
 
-def copy_pages(state: DeviceState, copies_G2: jax.Array, num_pages: tuple[int, ...]) -> DeviceState:
+def copy_pages(
+    state: DeviceState, copies_G2: jax.Array, num_pages: tuple[int, ...], mesh: Mesh | None = None
+) -> DeviceState:
     """Copy in each cache group a (source, target) page of all its layers; page 0 onto itself copies none."""
+
+    def copy(group: CacheGroup, pages: int, source: jax.Array, target: jax.Array) -> CacheGroup:
+        own = functools.partial(copy_page, num_pages=pages)
+        run = per_shard(own, mesh, in_axes=(CACHE_AXES, (), ()), out_axes=CACHE_AXES)
+        return run(group, source, target)
+
     cache = tuple(
-        copy_page(group, pages, source, target)
+        copy(group, pages, source, target)
         for group, pages, (source, target) in zip(state.cache, num_pages, copies_G2, strict=True)
     )
     return dataclasses.replace(state, cache=cache)

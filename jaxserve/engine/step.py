@@ -184,12 +184,12 @@ def advance(
         state = enter_drafts(state, drafts, slot_R, next_position_R - 1, form.num_slots)
     token_T = state.tokens[batch.slot_S[row_sequence_T], rows.position_T]
     single = form.shape.decode
-    hidden_TD, cache = transformer.forward(params, state.cache, token_T, rows, single=single)
+    hidden_RD, cache = transformer.forward(params, state.cache, token_T, rows, single=single, keep_R=row_R)
 
     samples_R = real_R & (next_position_R >= state.num_known[slot_R])
     next_known_R = jnp.where(samples_R, -1, state.tokens[slot_R, next_position_R])
     sampled = sample(
-        transformer.logits(params, hidden_TD[row_R]),
+        transformer.logits(params, hidden_RD),
         sampling_rows(state, slot_R, next_position_R, drafts_RK, ahead_R),
         state,
         next_known_R,

@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.config import EngineConfig, ModelConfig
+from jaxserve.model.stages import num_stages, stages_of
 from pallas_kernels.page_layout import PageLayout
 
 _CPU_STORAGE = {"bfloat16": "uint16", "float8_e4m3fn": "uint8"}
 
-CACHE_AXES = (None, "kv_heads", None)
+CACHE_AXES = ("stages", "kv_heads", None)
 """Logical axes of a pool and of its scales: both are head-major, so that a shard holds whole heads."""
 
 
@@ -23,7 +24,8 @@ class CacheGroup:
     """The pages of all layers that share a window."""
 
     pool: jax.Array
-    """[num_layers * num_pages, rows, 128] in the group's PageLayout."""
+    """[num_layers * num_pages, rows, 128] in the group's PageLayout; of a pipeline the layers of the first
+    stage, then those of the next, padding included."""
     scales: jax.Array | None
     """[num_layers * num_pages, scale_rows, scale_lanes] float32 for a pool of eight bits, else None."""
 
@@ -88,10 +90,11 @@ def draft_layouts(config: EngineConfig, layouts: tuple[PageLayout, ...]) -> tupl
 
 def make_cache(config: EngineConfig, layouts: tuple[PageLayout, ...]) -> Cache:
     """Zeroed pools for every group."""
-    places = layer_places(config.model)
+    number_of_stages = num_stages(config)
+    places = layer_places(stages_of(config.model, number_of_stages).model)
     groups: list[CacheGroup] = []
     for number, layout in enumerate(layouts):
-        num_layers = sum(place.group == number for place in places)
+        num_layers = number_of_stages * sum(place.group == number for place in places)
         scales = jnp.zeros(layout.scales_shape(num_layers), jnp.float32) if layout.quantised else None
         groups.append(
             CacheGroup(
@@ -101,7 +104,7 @@ def make_cache(config: EngineConfig, layouts: tuple[PageLayout, ...]) -> Cache:
     return tuple(groups)
 
 
-def copy_page(group: CacheGroup, num_pages: int, source: jax.Array, target: jax.Array) -> CacheGroup:
+def copy_page(group: CacheGroup, source: jax.Array, target: jax.Array, *, num_pages: int) -> CacheGroup:
     """A group with one page of every layer, scales included, copied onto another, in place."""
 
     def copy_rows(array: jax.Array) -> jax.Array:

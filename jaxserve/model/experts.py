@@ -13,7 +13,7 @@ from jaxserve.model.layers import Weight, product_flat, swiglu
 from jaxserve.model.parameters import EXPERT_NAMES, expert_parameters
 from jaxserve.model.spread import cut_by, weight_specs
 from pallas_kernels.grouped_mlp import grouped_mlp
-from sharding import per_shard, shard_index, shard_sum
+from sharding import inside_shard, per_shard, shard_index, shard_sum
 
 
 def route(x_TD: jax.Array, router_ED: jax.Array, model: ModelConfig) -> tuple[jax.Array, jax.Array]:
@@ -57,17 +57,15 @@ def expert_mlp(
     # Padding chooses an expert that no device has.
     expert_Tk = jnp.where(valid_T[:, None], expert_Tk, model.num_experts)
     infos = [expert_parameters(model)[name] for name in EXPERT_NAMES]
+    layer = jnp.asarray(layer, jnp.int32)
+    axis = cut_by(infos[0], mesh).axes[0]
+    run_own = functools.partial(_own_experts, model=model, tile_rows=tile_rows, mesh=mesh, axis=axis)
+    if inside_shard(mesh):
+        return run_own(x_TD, expert_Tk, weight_Tk, gate_up_LE2FD, down_LEDF, layer)
     specs = [
         weight_specs(stack, info, mesh) for stack, info in zip((gate_up_LE2FD, down_LEDF), infos, strict=True)
     ]
-    axis = cut_by(infos[0], mesh).axes[0]
-    run = per_shard(
-        functools.partial(_own_experts, model=model, tile_rows=tile_rows, mesh=mesh, axis=axis),
-        mesh,
-        in_axes=((), (), (), *specs, ()),
-        out_axes=(),
-    )
-    layer = jnp.asarray(layer, jnp.int32)
+    run = per_shard(run_own, mesh, in_axes=((), (), (), *specs, ()), out_axes=())
     return run(x_TD, expert_Tk, weight_Tk, gate_up_LE2FD, down_LEDF, layer)
 
 

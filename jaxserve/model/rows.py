@@ -28,6 +28,41 @@ class Rows:
     """int32 tokens of each sequence once this step is done; 0 if padding."""
 
 
+def part_of_rows(rows: Rows, part: jax.Array, num_parts: int, *, single: bool) -> Rows:
+    """One of so many equal runs of a batch's rows, as a batch of its own.
+
+    To it the rows before are computed, and those after are not there yet.
+
+    Args:
+        rows: the batch; the parts divide its rows.
+        part: int32 scalar; out of range it is padding alone.
+        num_parts: of the batch.
+        single: every sequence has exactly one row.
+    """
+    size = rows.valid_T.shape[0] // num_parts
+    is_there = (part >= 0) & (part < num_parts)
+    first = jnp.clip(part, 0, num_parts - 1) * size
+
+    def own(array: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_slice_in_dim(array, first, size)
+
+    page_table, query_start_S1, context_len_S = rows.page_table, rows.query_start_S1, rows.context_len_S
+    if single:
+        page_table, context_len_S = jax.tree.map(own, (page_table, context_len_S))
+        query_start_S1 = jax.lax.dynamic_slice_in_dim(query_start_S1, first, size + 1)
+    start_S1 = jnp.where(is_there, jnp.clip(query_start_S1 - first, 0, size), 0)
+    after_S = jnp.maximum(query_start_S1[1:] - first - size, 0)
+    valid_T = own(rows.valid_T) & is_there
+    return Rows(
+        position_T=own(rows.position_T),
+        valid_T=valid_T,
+        page_TG=tuple(jnp.where(valid_T, own(page_T), 0) for page_T in rows.page_TG),
+        page_table=page_table,
+        query_start_S1=start_S1,
+        context_len_S=jnp.where(jnp.diff(start_S1) > 0, context_len_S - after_S, 0),
+    )
+
+
 def sequence_rows(config: EngineConfig, num_rows: int, start: jax.Array, num_tokens: jax.Array) -> Rows:
     """A batch of one sequence's next tokens alone, where nothing else has pages.
 

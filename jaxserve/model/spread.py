@@ -8,7 +8,8 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from jaxserve.config import ModelConfig
-from jaxserve.model.parameters import ParameterInfo
+from jaxserve.model.parameters import ParameterInfo, layer_parameters
+from jaxserve.model.stages import stages_of
 from jaxserve.quantization.stacked import StackedWeight
 from jaxserve.quantization.weight import QuantisedWeight, regrouped
 from sharding import AnyMesh, num_shards, partition_spec, shard_size
@@ -76,6 +77,27 @@ def weight_specs(entry: Any, info: ParameterInfo, mesh: AnyMesh | None) -> Any:
     )
 
 
+def segment_specs(segments: Any, model: ModelConfig, mesh: AnyMesh) -> Any:
+    """A tree of PartitionSpec in the form of the parameters of all layers.
+
+    Args:
+        segments: arrays or their shapes, as in `Params`.
+        model: their model.
+        mesh: the devices.
+    """
+    stage = stages_of(model, num_shards("stages", mesh)).model
+    return tuple(
+        tuple(
+            {
+                name: weight_specs(entries[name], info, mesh)
+                for name, info in layer_parameters(model, kind).items()
+            }
+            for kind, entries in zip(segment.pattern, positions, strict=True)
+        )
+        for segment, positions in zip(stage.segments, segments, strict=True)
+    )
+
+
 def regrouped_for(weight: QuantisedWeight, info: ParameterInfo, mesh: AnyMesh | None) -> QuantisedWeight:
     """A quantised parameter, the scales of its groups repeated so that every device has those of its inputs.
 
@@ -96,7 +118,8 @@ def _array_specs(
 
 
 def _array_spec(array: Any, axes: tuple[str | None, ...], mesh: AnyMesh | None) -> PartitionSpec:
+    # Of a pipeline's layers the first axis begins with that of the stages.
     stacked = len(array.shape) - len(axes)
     for axis, size in zip(axes, array.shape[stacked:], strict=True):
         shard_size(axis, size, mesh)
-    return partition_spec((None,) * stacked + axes, mesh)
+    return partition_spec(("stages",) * stacked + axes, mesh)

@@ -23,22 +23,18 @@ from jaxserve.model.attention import write_and_attend
 from jaxserve.model.cache import CACHE_AXES, Cache, CacheGroup, LayerPlace, layer_places
 from jaxserve.model.experts import expert_mlp
 from jaxserve.model.layer_weights import LayerWeights
-from jaxserve.model.layers import (
-    apply_rope,
-    product_flat,
-    rms_norm,
-    rope_tables,
-    swiglu,
-    take_rows,
-)
-from jaxserve.model.parameters import EXPERT_NAMES, layer_parameters, model_parameters
+from jaxserve.model.layers import apply_rope, rms_norm, rope_tables, swiglu
+from jaxserve.model.parameters import EXPERT_NAMES, layer_parameters
 from jaxserve.model.peaks import Peaks, SegmentPeaks, raise_peaks
+from jaxserve.model.pipeline import Ropes, num_parts, run_stages
 from jaxserve.model.rows import Rows
-from jaxserve.model.spread import weight_specs
+from jaxserve.model.spread import segment_specs, weight_specs
+from jaxserve.model.stages import stages_of
+from jaxserve.model.vocabulary import embed, head_logits
 from pallas_kernels.dispatch import Target
 from pallas_kernels.page_layout import PageLayout
 from pallas_kernels.ragged_paged_attention import AttentionParams
-from sharding import per_shard, shard_index, shard_sum
+from sharding import inside_shard, num_shards, per_shard, shard_sum
 
 LayerLoop = Literal["stacked", "switched", "unrolled"]
 """How the loop over layers finds a layer's matrices.
@@ -57,7 +53,8 @@ Params = Mapping[str, Any]
 """`embed`, `final_norm`, `head` unless tied, and `segments`: for each segment and each position in its
 pattern the layer's parameters by name, an array `[count, ...]` or a tuple of `count` arrays. In place of any
 matrix there may be a `QuantisedWeight`, of such arrays or tuples, and in place of a stack of them a
-`StackedWeight`."""
+`StackedWeight`. On a mesh with stages the segments are those of `stages_of`, of which every stage has its
+own: arrays `[stages * count, ...]`, or tuples of `count` arrays `[stages, ...]`."""
 
 _ATTENTION_NAMES = ("qkv", "qkv_bias", "q_norm", "k_norm", "o")
 _MLP_NAMES = ("gate_up", "down")
@@ -91,15 +88,20 @@ class Transformer:
         *,
         single: bool,
         num_layers: int | None = None,
+        keep_R: jax.Array | None = None,
     ) -> tuple[jax.Array, Cache]:
         """Hidden states `[T, D]` before the final norm, and the caches with this step's tokens written.
 
         Args:
             single: every sequence has exactly one row.
-            num_layers: stop after so many layers; None goes through all.
+            num_layers: stop after so many layers, without a pipeline; None goes through all.
+            keep_R: int32 rows: only theirs are wanted, `[R, D]`; None for all.
         """
+        if self.num_stages > 1:
+            assert num_layers is None, "checked where engines are configured"
+            return self._run_stages(params, cache, token_T, rows, single, keep_R)
         x_TD, cache, _ = self._run(params, (cache, None), token_T, rows, single, num_layers)
-        return x_TD, cache
+        return (x_TD if keep_R is None else x_TD[keep_R]), cache
 
     def observe(
         self, params: Params, cache: Cache, peaks: Peaks, token_T: jax.Array, rows: Rows
@@ -118,25 +120,79 @@ class Transformer:
         single: bool,
         num_layers: int | None,
     ) -> tuple[jax.Array, Cache, Peaks | None]:
-        """Through the layers; peaks are raised if there are any."""
-        model, (cache, peaks) = self.model, state
-        num_layers = model.num_layers if num_layers is None else num_layers
-        x_TD = self._embed(params["embed"], token_T)
+        """Through all layers; peaks are raised if there are any."""
+        x_TD, ropes = self._enter(params, token_T, rows)
+        num = self.model.num_layers if num_layers is None else num_layers
+        return self._run_layers(params["segments"], x_TD, state, rows, ropes, single, num)
+
+    def _enter(self, params: Params, token_T: jax.Array, rows: Rows) -> tuple[jax.Array, Ropes]:
+        """What the first layer takes, and the rotary tables of all."""
+        model = self.model
+        x_TD = embed(params["embed"], token_T, model, self.config.compute_format, self.mesh)
         if model.embed_scale != 1.0:
             x_TD = x_TD * jnp.asarray(model.embed_scale, x_TD.dtype)
-        ropes = {
-            kind: rope_tables(kind, model.head_size, rows.position_T)
-            for kind in dict.fromkeys(_rope_kind(kind) for kind in model.layers)
-        }
+        kinds = dict.fromkeys(_rope_kind(kind) for kind in model.layers)
+        return x_TD, {kind: rope_tables(kind, model.head_size, rows.position_T) for kind in kinds}
+
+    @property
+    def num_stages(self) -> int:
+        return num_shards("stages", self.mesh)
+
+    def _run_stages(
+        self,
+        params: Params,
+        cache: Cache,
+        token_T: jax.Array,
+        rows: Rows,
+        single: bool,
+        keep_R: jax.Array | None,
+    ) -> tuple[jax.Array, Cache]:
+        """Through the layers as a pipeline."""
+        assert self.mesh is not None
+        stage = stages_of(self.model, self.num_stages).model
+
+        def run_layers(
+            layers: Any, x_TD: jax.Array, cache: Cache, rows: Rows, ropes: Ropes
+        ) -> tuple[jax.Array, Cache]:
+            own = layers, x_TD, (cache, None), rows, ropes, single, stage.num_layers
+            return self._run_layers(*own)[:2]
+
+        x_TD, ropes = self._enter(params, token_T, rows)
+        return run_stages(
+            run_layers,
+            params["segments"],
+            cache,
+            x_TD,
+            rows,
+            ropes,
+            keep_R,
+            mesh=self.mesh,
+            specs=segment_specs(params["segments"], self.model, self.mesh),
+            # One row of each sequence costs the reading of all matrices, in however many parts.
+            parts=1 if single else num_parts(x_TD.shape[0], self.num_stages, self.target.platform),
+            single=single,
+        )
+
+    def _run_layers(
+        self,
+        layers: Any,
+        x_TD: jax.Array,
+        state: tuple[Cache, Peaks | None],
+        rows: Rows,
+        ropes: Ropes,
+        single: bool,
+        num_layers: int,
+    ) -> tuple[jax.Array, Cache, Peaks | None]:
+        """Through so many layers, in a pipeline of one stage's."""
+        model, (cache, peaks) = stages_of(self.model, self.num_stages).model, state
         places = layer_places(model)
         seen: list[SegmentPeaks] = []
-        for number, (segment, weights) in enumerate(zip(model.segments, params["segments"], strict=True)):
+        for number, (segment, weights) in enumerate(zip(model.segments, layers, strict=True)):
             first = places[segment.first : segment.first + len(segment.pattern)]
             num_in_segment = min(max(num_layers - segment.first, 0), len(segment.pattern) * segment.count)
             carry = x_TD, cache, peaks[number] if peaks else None
-            x_TD, cache, raised = self._run_segment(
-                segment, weights, first, num_in_segment, carry, rows, ropes, single
-            )
+            own = segment, weights, first, num_in_segment
+            x_TD, cache, raised = self._run_segment(*own, carry, rows, ropes, single)
             seen += [raised] if raised else []
         return x_TD, cache, tuple(seen) or None
 
@@ -144,35 +200,8 @@ class Transformer:
         """Float32 `[R, V]` of some rows' hidden states."""
         model = self.model
         normed_RD = self._norm(x_RD, params["final_norm"])
-        name = "embed" if model.tie_embeddings else "head"
-        specs = self._table_specs(params[name])
-        multiply = functools.partial(product_flat, target=self.target)
-        run = per_shard(multiply, self.mesh, in_axes=((), specs), out_axes=(None, "vocab"))
-        logits_RV = run(normed_RD, params[name])
-        if model.logit_softcap:
-            logits_RV = model.logit_softcap * jnp.tanh(logits_RV / model.logit_softcap)
-        return logits_RV
-
-    def _embed(self, table_VD: Any, token_T: jax.Array) -> jax.Array:
-        """`[T, D]` the tokens' embeddings, of which a device has those of its part of the vocabulary."""
-        dtype = jnp.dtype(self.config.compute_format)
-        if self.mesh is None:
-            return take_rows(table_VD, token_T, dtype)
-
-        def own(table_VD: Any, token_T: jax.Array) -> jax.Array:
-            num_own = jax.tree.leaves(table_VD)[0].shape[0]
-            row_T = jnp.clip(token_T, 0, self.model.vocab_size - 1)
-            row_T -= shard_index("vocab", self.mesh) * num_own
-            is_own_T = (row_T >= 0) & (row_T < num_own)
-            x_TD = take_rows(table_VD, jnp.where(is_own_T, row_T, 0), dtype)
-            return shard_sum(jnp.where(is_own_T[:, None], x_TD, 0), "vocab", self.mesh)
-
-        run = per_shard(own, self.mesh, in_axes=(self._table_specs(table_VD), ()), out_axes=())
-        return run(table_VD, token_T)
-
-    def _table_specs(self, table_VD: Any) -> Any:
-        """Of the embedding or the head, which lie alike."""
-        return weight_specs(table_VD, dict(model_parameters(self.model))["embed"], self.mesh)
+        table_VD = params["embed" if model.tie_embeddings else "head"]
+        return head_logits(table_VD, normed_RD, model, self.mesh, self.target)
 
     def _norm(self, x: jax.Array, weight: jax.Array) -> jax.Array:
         return rms_norm(x, weight, self.model.norm_eps, exact_order=self.config.deterministic)
@@ -185,7 +214,7 @@ class Transformer:
         num_layers: int,
         carry: Carry,
         rows: Rows,
-        ropes: dict[LayerKind, Any],
+        ropes: Ropes,
         single: bool,
     ) -> Carry:
         """The first layers of a segment; `places` are those of its pattern's first repetition."""
@@ -223,7 +252,7 @@ class Transformer:
         x_TD: jax.Array,
         cache: Cache,
         rows: Rows,
-        ropes: dict[LayerKind, Any],
+        ropes: Ropes,
         single: bool,
     ) -> tuple[jax.Array, Cache]:
         """Attention and feed-forward, each with its norms and residual sum."""
@@ -275,7 +304,7 @@ class Transformer:
             in_axes: logical axes of each operand.
             out_axes: of the result.
         """
-        if self.mesh is None:
+        if self.mesh is None or inside_shard(self.mesh):
             return functools.partial(function, layer)
         infos = layer_parameters(self.model, kind)
         own = {name: layer.parameters[name] for name in names if name in infos}

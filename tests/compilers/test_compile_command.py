@@ -35,6 +35,24 @@ def test_every_step_is_compiled_and_its_memory_told() -> None:
         assert step["temporary_bytes"] < step["weight_bytes"]
 
 
+@pytest.mark.compilers
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu is not installed")
+def test_a_pipeline_copies_no_pool_and_hands_each_part_on_once() -> None:
+    arguments = ["--target", "v6e-2", "--mesh", "pipe=2", "--slots", "8", "--decode-rows", "8"]
+    result = run("smollm2-135m", *arguments, "--chunk-rows", "512", "--max-model-len", "2048", "--json")
+    assert result.returncode == 0, result.stderr
+    decode, chunk = (json.loads(line) for line in result.stdout.splitlines())
+    # The embedding's sum, each row once to the next stage, and the sum of those that have logits: in a chunk
+    # step few of all.
+    for step, times in ((decode, 3), (chunk, 2)):
+        assert step["aliased_bytes"] >= step["pool_bytes"]
+        assert step["temporary_bytes"] < step["weight_bytes"]
+        hidden = step["shape"]["rows"] * 576 * 2
+        assert times * hidden <= step["sent_bytes"] < (times + 0.5) * hidden
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

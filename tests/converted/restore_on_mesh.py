@@ -5,7 +5,6 @@ Read once is: looked at where the files are mapped, and copied nowhere.
 
 from __future__ import annotations
 
-import functools
 import json
 import sys
 from collections.abc import Iterator
@@ -66,7 +65,9 @@ def main(folder: Path) -> None:
     groups = save_parameters(quantised(random_parameters(), MODEL, recipe, "float32"), folder, 4_000_000)
     stored = ConvertedCheckpoint(folder, MODEL, None, "", recipe.label, "float32", groups)
     mesh = Mesh(np.array(jax.devices()), (TENSOR,))
-    spread = dict(restore_parameters(stored, "float32", functools.partial(named_sharding, mesh=mesh)))
+    spread = dict(
+        restore_parameters(stored, "float32", lambda shape, axes, _: named_sharding(shape, axes, mesh))
+    )
     before = bytes_read()
     whole = jax.block_until_ready(dict(restore_parameters(stored, "float32")))
     num_read = bytes_read() - before

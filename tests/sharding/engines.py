@@ -34,6 +34,7 @@ from jaxserve.quantization import recipe_in_force
 from jaxserve.scheduling import CacheIdentity
 from sharding import make_mesh
 from tests.engine.models import serve
+from tests.policies import UNFORESEEN
 
 NUM_NEW = 12
 ROWS = 4
@@ -88,7 +89,31 @@ CASES = {
         ),
         ("expert=4", "tensor=2,expert=4"),
     ),
-    "int8": Case(DENSE, ("tensor=4",), {"quantize": "int8", "kv_format": "int8"}),
+    "int8": Case(DENSE, ("tensor=4", "tensor=2,pipe=2"), {"quantize": "int8", "kv_format": "int8"}),
+    # Five layers on two stages or four: some have one less than others.
+    "stages": Case(
+        dataclasses.replace(DENSE, num_kv_heads=2, layers=(LayerKind(),) * 5, tie_embeddings=False),
+        ("pipe=4", "tensor=2,pipe=2"),
+    ),
+    # Two repetitions in one stage, one in the other.
+    "stages of windows": Case(
+        dataclasses.replace(DENSE, layers=(LayerKind(window=12), LayerKind()) * 3),
+        ("pipe=2",),
+        {"host_kv_memory": 2**20},
+    ),
+    # The first layer is in the first stage, the other has padding there. So few pages that requests must give
+    # way to others.
+    "stages of experts": Case(
+        dataclasses.replace(
+            DENSE,
+            layers=(LayerKind(), *EXPERTS * 2),
+            num_experts=4,
+            experts_per_token=2,
+            expert_intermediate_size=24,
+        ),
+        ("tensor=2,expert=2,pipe=2",),
+        {"page_size": 8, "num_pages": 9},
+    ),
     # Four experts for eight devices, and groups of 32 or 24 inputs of which a device has eight or six.
     "int4": Case(
         dataclasses.replace(
@@ -118,7 +143,7 @@ def answers(case: Case, mesh: str | None) -> dict[str, Any]:
     """Of one engine."""
     options = EngineOptions(**{**SETTINGS, **case.settings}, mesh=mesh)
     engine, params = build(case.model, options)
-    loop = HostLoop(engine, cache=CacheIdentity(model="tiny", kv_format="any"))
+    loop = HostLoop(engine, cache=CacheIdentity(model="tiny", kv_format="any"), policy=UNFORESEEN)
     outputs = [output.outputs[0] for output in serve(loop, requests()) + serve(loop, requests()[:1])]
     if case.settings.get("host_kv_memory"):
         check_moves(engine)
@@ -127,6 +152,7 @@ def answers(case: Case, mesh: str | None) -> dict[str, Any]:
     report: dict[str, Any] = {
         "tokens": [list(output.token_ids) for output in outputs],
         "margins": [[margin(step) for step in steps] for steps in told],
+        "preemptions": loop.snapshot().num_preemptions,
     }
     if mesh is not None:
         report["collectives"] = decode_collectives(engine)

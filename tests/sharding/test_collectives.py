@@ -44,6 +44,36 @@ def test_a_loop_counts_as_often_as_it_turns_and_a_branch_is_told_apart() -> None
     }
 
 
+TPU_LOOP = """\
+HloModule jit_step
+
+%body.1 (p: (s32[], bf16[4,8])) -> (s32[], bf16[4,8]) {
+  %psum.1 = bf16[4,8]{1,0:T(8,128)(2,1)} all-reduce(%x), channel_id=1, replica_groups=mesh['a'=2,'b'=8] {'b'}, to_apply=%add
+  ROOT %tuple = (s32[], bf16[4,8]) tuple(%i, %psum.1)
+}
+
+%cond.2 (p: (s32[], bf16[4,8])) -> pred[] {
+  %constant.3 = s32[]{:T(128)} constant(32)
+  %i = s32[]{:T(128)} get-tuple-element(%p), index=0
+  ROOT %lt.4 = pred[]{:T(512)} compare(%i, %constant.3), direction=LT, metadata={op_name="jit(step)/while/cond/lt"}
+}
+
+ENTRY %main.4 (p0: bf16[4,8]) -> f32[4,64] {
+  %moved = (bf16[4,8]{1,0:T(8,128)(2,1)S(1)}, bf16[4,8]{1,0:T(8,128)(2,1)S(1)}, u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(%z), channel_id=7, source_target_pairs={{0,8},{1,9}}
+  %psum.5 = f32[8]{0:T(128)S(1)} all-reduce(%y), channel_id=6, replica_groups=mesh['a'=2,'b'=8] {'a','b'}, to_apply=%add
+  ROOT %while.1 = (s32[], bf16[4,8]) while(%init), condition=%cond.2, body=%body.1, metadata={op_name="jit(step)/while"}
+}
+"""  # noqa: E501
+
+
+def test_a_tpu_loop_counts_to_the_limit_of_its_condition_and_groups_are_axes_of_a_mesh() -> None:
+    assert collectives(TPU_LOOP) == {
+        Collective("all-reduce", 32, 64, 8, False): 32,
+        Collective("all-reduce", 8, 32, 16, False): 1,
+        Collective("collective-permute", 32, 64, 0, False): 1,
+    }
+
+
 @pytest.mark.parametrize(
     ("operation", "num_bytes", "moved"),
     # A ring of four: a sum goes round twice in quarters, less the own one; a gather once.

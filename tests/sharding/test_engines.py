@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from jaxserve.model.stages import stages_of
 from tests.sharding.eight import EIGHT_DEVICES, NOT_OPTIMISED
 from tests.sharding.engines import CASES, DENSE, ROWS
 
@@ -62,21 +63,38 @@ def test_answers_are_those_of_one_device(name: str, mesh: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "mesh"), PAIRS)
-def test_attention_and_feed_forward_end_in_one_sum_and_nothing_else_is_as_large(name: str, mesh: str) -> None:
+def test_parts_of_a_layer_end_in_one_sum_and_nothing_else_is_as_large(name: str, mesh: str) -> None:
     sizes = read(mesh)
-    num_layers, hidden = len(CASES[name].model.layers), ROWS * DENSE.hidden_size
-    found = report(name)[mesh]["collectives"]
-    expected = Counter({math.prod(sizes.values()): num_layers + 1})  # The embedding is one more sum.
-    if "tensor" in sizes:
-        expected[sizes["tensor"]] += num_layers
+    stages = sizes.pop("pipe", 1)
+    hidden = ROWS * DENSE.hidden_size
+    # In each of as many ticks as there are stages, these go through their own layers.
+    num_layers = stages * stages_of(CASES[name].model, stages).model.num_layers
+    expected = Counter({stages * math.prod(sizes.values()): 1})  # The embedding.
+    for axes in (sizes.values(), [sizes.get("tensor", 1)]):
+        if math.prod(axes) > 1:
+            expected[math.prod(axes)] += num_layers
+    if stages > 1:
+        expected[stages] += 1  # What the last has, to all.
     sums: Counter[int] = Counter()
+    num_moves = 0
+    found = report(name)[mesh]["collectives"]
     for operation, size, num_devices, times, conditional in found:
         if size == hidden:
-            assert (operation, conditional) == ("all-reduce", False)
-            sums[num_devices] += times
+            assert operation in ("all-reduce", "collective-permute")
+            assert not conditional
+            if operation == "all-reduce":
+                sums[num_devices] += times
+            else:
+                num_moves += times
     assert sums == expected
+    assert num_moves == stages - 1
     # Candidates for log-probabilities, counts and cuts: neither weights, nor pages, nor logits.
     assert max(size for _, size, *_ in found if size != hidden) < hidden < ROWS * DENSE.vocab_size
+
+
+@pytest.mark.slow
+def test_requests_gave_way_to_others_in_a_pipeline() -> None:
+    assert report("stages of experts")["tensor=2,expert=2,pipe=2"]["preemptions"] > 0
 
 
 @pytest.mark.slow
@@ -84,7 +102,9 @@ def test_attention_and_feed_forward_end_in_one_sum_and_nothing_else_is_as_large(
 def test_a_device_holds_its_part_of_every_matrix(name: str, mesh: str) -> None:
     sizes = read(mesh)
     tensor, every = 1 / sizes.get("tensor", 1), 1 / sizes.get("tensor", 1) / sizes.get("expert", 1)
-    for path, share in report(name)[mesh]["shares"].items():
+    for path, held in report(name)[mesh]["shares"].items():
+        # Of a stage's part of the layers and of the vocabulary; the final norm is everywhere.
+        share = held * (1 if "final_norm" in path else sizes.get("pipe", 1))
         if "norm" in path or "router" in path or "down'].scales" in path or "o'].scales" in path:
             assert share in (1, every, tensor), path  # Small; scales of groups are cut, of channels not.
         else:

@@ -1,0 +1,104 @@
+"""The layers as a pipeline inside one step: every stage of devices has a run of them, and their pages.
+
+Rows pass through the stages in parts, so that all stages work at once: in each tick a stage takes a part
+through its own layers and hands it on. Ticks are written out, not a loop: around the loop over layers it
+would have the pools copied. A stage that has nothing to do in a tick computes padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxserve.config import LayerKind
+from jaxserve.model.cache import CACHE_AXES, Cache
+from jaxserve.model.rows import Rows, part_of_rows
+from sharding import from_shard_before, num_shards, per_shard, shard_index, shard_sum
+
+ROWS_OF_A_PART = {"cpu": 16, "tpu": 256, "gpu": 256}
+"""Below which a part takes nearly as long as one of so many rows: the matrices must be read either way."""
+
+Ropes = dict[LayerKind, tuple[jax.Array, jax.Array]]
+"""The rotary tables of the rows, by the part of a layer kind that they depend on."""
+RunLayers = Callable[[Any, jax.Array, Cache, Rows, Ropes], tuple[jax.Array, Cache]]
+"""Takes the parameters of the layers, hidden states, caches, rows and rotary tables."""
+
+
+def num_parts(num_rows: int, num_stages: int, platform: str) -> int:
+    """Into how many parts a step's rows are best cut: the more, the less stages wait for each other, until
+    the parts are so small that each takes as long as a larger one."""
+    least = ROWS_OF_A_PART[platform]
+    wanted = min(2 * num_stages, num_rows // least)
+    return next((parts for parts in range(wanted, 1, -1) if num_rows % parts == 0), 1)
+
+
+def run_stages(
+    run_layers: RunLayers,
+    layers: Any,
+    cache: Cache,
+    x_TD: jax.Array,
+    rows: Rows,
+    ropes: Ropes,
+    keep_R: jax.Array | None,
+    *,
+    mesh: Mesh,
+    specs: Any,
+    parts: int,
+    single: bool,
+) -> tuple[jax.Array, Cache]:
+    """Hidden states after the last stage, on all devices, and the caches with all stages' tokens written.
+
+    Args:
+        run_layers: the layers of one stage.
+        layers: the parameters of all stages' layers, as `Transformer` has them on a mesh with stages.
+        cache, x_TD, rows: as of `Transformer.forward`.
+        ropes: the rotary tables of all rows.
+        keep_R: int32 the rows whose hidden states are wanted; None for all.
+        mesh: has stages.
+        specs: where `layers` lie, a tree of PartitionSpec.
+        parts: `num_parts`; divides the rows.
+        single: every sequence has exactly one row.
+    """
+    stages = num_shards("stages", mesh)
+    size = x_TD.shape[0] // parts
+
+    def own(
+        layers: Any, cache: Cache, x_TD: jax.Array, rows: Rows, ropes: Ropes, keep_R: jax.Array | None
+    ) -> tuple[jax.Array, Cache]:
+        stage, layers = shard_index("stages", mesh), _own_layers(layers)
+        handed, done = jnp.zeros_like(x_TD[:size]), []
+        for tick in range(parts + stages - 1):
+            part = jnp.asarray(tick - stage, jnp.int32)
+            if tick < parts:
+                handed = jnp.where(stage == 0, x_TD[tick * size : (tick + 1) * size], handed)
+            first = jnp.clip(part, 0, parts - 1) * size
+            own_ropes = jax.tree.map(
+                lambda table, first=first: jax.lax.dynamic_slice_in_dim(table, first, size), ropes
+            )
+            own_rows = part_of_rows(rows, part, parts, single=single)
+            # Each tick by itself: for all of them at once, XLA on TPU brings a whole stack of matrices into
+            # the layout that suits its loops (640 MiB of a 70B model's), where one loop takes it as it is.
+            tick_layers, handed = jax.lax.optimization_barrier((layers, handed))
+            x, cache = run_layers(tick_layers, handed, cache, own_rows, own_ropes)
+            done += [x] if tick >= stages - 1 else []
+            if tick < parts + stages - 2:
+                handed = from_shard_before(x, "stages", mesh)
+        x_RD = jnp.concatenate(done) if keep_R is None else jnp.concatenate(done)[keep_R]
+        return shard_sum(jnp.where(stage == stages - 1, x_RD, 0), "stages", mesh), cache
+
+    axes = (specs, CACHE_AXES, (), (), (), ())
+    run = per_shard(own, mesh, in_axes=axes, out_axes=((), CACHE_AXES))
+    return run(layers, cache, x_TD, rows, ropes, keep_R)
+
+
+def _own_layers(layers: Any) -> Any:
+    """The parameters of this stage's layers, without the axis of stages that arrays of one layer have."""
+    return jax.tree.map(
+        lambda entry: tuple(array[0] for array in entry) if isinstance(entry, tuple) else entry,
+        layers,
+        is_leaf=lambda entry: isinstance(entry, tuple) and all(isinstance(one, jax.Array) for one in entry),
+    )
