@@ -1,7 +1,8 @@
 """An engine whose mesh spans the processes of a job: one leads, the others run what it runs.
 
-Whatever the host gives to a program is the leader's part of an array that has one for every device; the program
-itself sums the parts, of which the others are zeros. So followers are told nothing but a program's number.
+Whatever the host gives to a program is the leader's part of an array that has one for every device; the
+program itself sums the parts, of which the others are zeros. So followers are told nothing but a program's
+number.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.config import EngineConfig
+from jaxserve.device_loss import DeviceLostError
 from jaxserve.engine.engine import DeviceEngine
 from jaxserve.engine.programs import Programs, SlotPrograms, make_spread_state
 from jaxserve.model.transformer import Params
@@ -73,20 +75,25 @@ class LeadingEngine(DeviceEngine):
         self._job = job
 
     def dispatch(self, plan: StepPlan) -> StepHandle:
-        """As any engine's. Raises JobLostError if a process is lost."""
+        """As any engine's. Raises DeviceLostError if a process is lost."""
         try:
             return super().dispatch(plan)
         except jax.errors.JaxRuntimeError as error:
-            raise self._job.verdict(error) from error
+            raise self._reason(error) from error
 
     def collect(self, handle: StepHandle) -> StepResult:
-        """As any engine's. Raises JobLostError if a process is lost."""
+        """As any engine's. Raises DeviceLostError if a process is lost."""
         try:
             result = super().collect(handle)
         except jax.errors.JaxRuntimeError as error:
-            raise self._job.verdict(error) from error
+            raise self._reason(error) from error
         self._job.compare(_checksum(handle.device_result))
         return result
+
+    def _reason(self, error: Exception) -> Exception:
+        """Why a call failed: often another process's end, of which the link tells a little later."""
+        verdict = self._job.verdict(error)
+        return verdict if verdict is error else DeviceLostError(str(verdict))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +103,7 @@ class _Numbered:
     run: Any
     """Compiled."""
     num_own: int
-    """Of its arguments, those that lie on the devices: parameters and state; the others come from the host."""
+    """Of its arguments, how many lie on the devices (parameters and state); others come from the host."""
 
     @property
     def is_step(self) -> bool:
@@ -186,4 +193,4 @@ def _report(job: FollowingJob, results: queue.SimpleQueue[Any]) -> None:
 
 
 def _checksum(result: jax.Array) -> int:
-    return zlib.crc32(np.ascontiguousarray(np.asarray(result)))
+    return zlib.crc32(np.asarray(result).tobytes())

@@ -138,7 +138,9 @@ class LeadingJob(Job):
                 connection, _ = self._listener.accept()
             except TimeoutError:
                 missing = wanted - len(self._followers)
-                raise TimeoutError(f"{missing} of {wanted} followers have not come in {seconds:.0f} s") from None
+                raise TimeoutError(
+                    f"{missing} of {wanted} followers have not come in {seconds:.0f} s"
+                ) from None
             self._admit(Link(connection))
         self._listener.close()
         for number, follower in self._followers.items():
@@ -228,7 +230,9 @@ class LeadingJob(Job):
                 alike = follower.own.popleft() == follower.told.popleft()
                 follower.num_compared += 1
         if not alike:
-            self._lose(f"process {number} has computed otherwise than process 0, in step {follower.num_compared}")
+            self._lose(
+                f"process {number} has computed otherwise than process 0, in step {follower.num_compared}"
+            )
 
     def _tell(self, reason: str) -> None:
         for follower in self._followers.values():

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
 
 import jax
 import numpy as np
@@ -14,12 +18,13 @@ WAIT_SECONDS = 300
 """For all processes of a job to come."""
 _SECRET_BYTES = 16
 
-_current: Job | None = None
+_joined: list[Job] = []
+"""The job of this process, if it has joined one: a process has one for its life, as it has one JAX."""
 
 
 def current_job() -> Job | None:
     """The job of this process, if it has joined one of several processes."""
-    return _current
+    return _joined[0] if _joined else None
 
 
 def join(place: ProcessPlace, *, wait_seconds: int = WAIT_SECONDS) -> Job | None:
@@ -31,8 +36,7 @@ def join(place: ProcessPlace, *, wait_seconds: int = WAIT_SECONDS) -> Job | None
 
     Raises ValueError where this process cannot take part, RuntimeError if it has a place already.
     """
-    global _current
-    if _current is not None:
+    if _joined:
         raise RuntimeError("this process has joined a job already")
     if place.num_processes == 1:
         return None
@@ -51,13 +55,13 @@ def join(place: ProcessPlace, *, wait_seconds: int = WAIT_SECONDS) -> Job | None
             f"process {place.process_id} has {jax.local_device_count()} CPU devices; in a job of several "
             "processes each has one: leave --xla_force_host_platform_device_count out of XLA_FLAGS"
         )
-    _current = _lead(place, wait_seconds) if place.process_id == 0 else _follow(place)
-    return _current
+    _joined.append(_lead(place, wait_seconds) if place.process_id == 0 else _follow(place))
+    return _joined[0]
 
 
 def smallest_of_all(value: int) -> int:
     """The smallest of the values that all processes give; each must call this."""
-    if _current is None:
+    if not _joined:
         return value
     # Without 64-bit types: in words of 30 bits.
     words = np.array([value >> 30, value & (2**30 - 1)], np.int32)
@@ -86,4 +90,19 @@ def _broadcast(values: np.ndarray) -> np.ndarray:
     """What process 0 has of it."""
     from jax.experimental.multihost_utils import broadcast_one_to_all
 
-    return np.asarray(broadcast_one_to_all(values))
+    with _output_kept():
+        return np.asarray(broadcast_one_to_all(values))
+
+
+@contextlib.contextmanager
+def _output_kept() -> Iterator[None]:
+    """Gloo says on standard output, where answers belong, that it has connected: have it say so on standard
+    error."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)

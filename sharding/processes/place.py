@@ -57,8 +57,8 @@ def find_place(
         process_id: of this one.
 
     Known are JAX's own variables (JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID), those of
-    LeaderWorkerSet, of Cloud TPU (GKE, several slices included), of JobSet and of SLURM, in this order; single
-    ones are overruled by JAX's, and those by the arguments.
+    LeaderWorkerSet, of Cloud TPU (GKE, several slices included), of JobSet and of SLURM, in this order;
+    single ones are overruled by JAX's, and those by the arguments.
 
     Raises ValueError, naming what is missing or contradicts itself.
     """
@@ -76,7 +76,7 @@ def find_place(
             told = {key: value for key, value in own.items() if value is not None}
             return ProcessPlace(**(found | told), source=name)  # type: ignore[arg-type]
     raise ValueError(
-        f"no {', '.join(missing)}: neither the arguments nor the environment say which process this is; known "
+        f"no {', '.join(missing)}: neither arguments nor environment say which process this is; known "
         f"are JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, and {', '.join(_LAUNCHERS)}"
     )
 
@@ -108,7 +108,9 @@ def _leader_worker_set(environment: Mapping[str, str]) -> _Found | None:
 
 def _cloud_tpu(environment: Mapping[str, str]) -> _Found | None:
     """What GKE sets for the workers of a slice, and Megascale for several slices."""
-    hosts = (environment.get("TPU_PROCESS_ADDRESSES") or environment.get("TPU_WORKER_HOSTNAMES", "")).split(",")
+    hosts = (environment.get("TPU_PROCESS_ADDRESSES") or environment.get("TPU_WORKER_HOSTNAMES", "")).split(
+        ","
+    )
     if "TPU_WORKER_ID" not in environment or not hosts[0]:
         return None
     several = "MEGASCALE_NUM_SLICES" in environment
