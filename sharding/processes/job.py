@@ -132,17 +132,16 @@ class LeadingJob(Job):
         """Wait for all followers. Raises TimeoutError, saying how many are missing."""
         deadline = time.monotonic() + seconds
         wanted = self.place.num_processes - 1
-        while len(self._followers) < wanted:
-            self._listener.settimeout(max(0.01, deadline - time.monotonic()))
-            try:
-                connection, _ = self._listener.accept()
-            except TimeoutError:
-                missing = wanted - len(self._followers)
-                raise TimeoutError(
-                    f"{missing} of {wanted} followers have not come in {seconds:.0f} s"
-                ) from None
-            self._admit(Link(connection))
-        self._listener.close()
+        with self._listener:
+            while len(self._followers) < wanted:
+                self._listener.settimeout(max(0.01, deadline - time.monotonic()))
+                try:
+                    connection, _ = self._listener.accept()
+                except TimeoutError:
+                    missing = wanted - len(self._followers)
+                    reason = f"{missing} of {wanted} followers have not come in {seconds:.0f} s"
+                    raise TimeoutError(reason) from None
+                self._admit(Link(connection))
         for number, follower in self._followers.items():
             self._listen(number, follower)
 
