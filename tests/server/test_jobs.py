@@ -20,7 +20,7 @@ from server.proto.jaxserve.v1 import engine_pb2 as pb
 from server.proto.jaxserve.v1 import engine_pb2_grpc
 from tests.sharding.jobs import WAIT, free_port, job
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 PROMPT = "Once upon a time"
 ENDS_WITHIN = 10.0

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-WAIT = 300
+WAIT = 600
 """Seconds for a job to come to its end; compiling takes most of it on a busy machine."""
 
 

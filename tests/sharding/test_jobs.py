@@ -10,7 +10,7 @@ import pytest
 
 from tests.sharding.jobs import answers_of, run_job, start
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 MEMBER = "tests.sharding.job_member"
 
