@@ -21,7 +21,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -138,13 +138,41 @@ def answer(
     streams: int,
     max_tokens: int,
     speculation: Speculation | None,
+    asked_before: int = 0,
 ) -> Run:
-    """Answer the prompts, so many at a time, without prefix cache; None drafts nothing."""
+    """Answer the prompts, so many at a time, without prefix cache; None drafts nothing.
+
+    `asked_before` times the same loop has answered them before; that is not measured.
+    """
     loop = HostLoop(engine, speculation=speculation)
+    for _ in range(asked_before):
+        _answer_all(loop, prompts, streams, max_tokens)
+    before = loop.snapshot()
+    started = time.perf_counter()
+    outputs = _answer_all(loop, prompts, streams, max_tokens)
+    seconds = time.perf_counter() - started
+    snapshot = loop.snapshot()
+    drafted = snapshot.speculation or SpeculationStatistics()
+    return Run(
+        outputs,
+        seconds,
+        snapshot.num_steps - before.num_steps,
+        drafted if before.speculation is None else _since(before.speculation, drafted),
+    )
+
+
+def _since(before: SpeculationStatistics, now: SpeculationStatistics) -> SpeculationStatistics:
+    """What has been counted between the two."""
+    counted = ("num_verifications", "num_drafted", "num_accepted", "drafted_seconds", "plain_seconds")
+    return replace(now, **{name: getattr(now, name) - getattr(before, name) for name in counted})
+
+
+def _answer_all(
+    loop: HostLoop, prompts: list[list[int]], streams: int, max_tokens: int
+) -> list[RequestOutput]:
     waiting = list(enumerate(prompts))
     outputs: dict[str, RequestOutput] = {}
     params = SamplingParams(temperature=0, max_tokens=max_tokens)
-    started = time.perf_counter()
     while waiting or not loop.idle:
         while waiting and loop.num_open < streams:
             number, prompt = waiting.pop(0)
@@ -152,14 +180,7 @@ def answer(
         for delta in loop.step():
             if delta.output is not None:
                 outputs[delta.request_id] = delta.output
-    seconds = time.perf_counter() - started
-    snapshot = loop.snapshot()
-    return Run(
-        [outputs[str(number)] for number in range(len(prompts))],
-        seconds,
-        snapshot.num_steps,
-        snapshot.speculation or SpeculationStatistics(),
-    )
+    return [outputs[str(number)] for number in range(len(prompts))]
 
 
 def compare(task: str, streams: int, runs: list[tuple[Run, Run]]) -> Row:
@@ -204,6 +225,7 @@ def main() -> None:
         quantize=args.quantize,
         deterministic=args.deterministic,
         speculative=args.speculative,
+        draft_quantize=args.draft_quantize,
         max_drafts=args.max_drafts,
     )
     engine = model.build_engine(options)
@@ -212,19 +234,23 @@ def main() -> None:
     invariant = engine.config.deterministic
     print(f"{machine}\n{args.model}, {precision}, {args.speculative}, deterministic={invariant}")
     print(_HEAD, flush=True)
+    speculation = named_speculation(args.speculative, args.max_drafts)
+    if speculation is not None and args.always:
+        speculation = replace(speculation, adaptive=False)
     rows: list[Row] = []
     for task, texts in read_prompts(args.prompts, args.num_prompts).items():
         prompts = [encode(model.tokenizer, text) for text in texts]
         for streams in args.streams if task in args.tasks else ():
             runs = [
                 (
-                    answer(engine, prompts, streams, args.max_tokens, None),
+                    answer(engine, prompts, streams, args.max_tokens, None, args.asked_before),
                     answer(
                         engine,
                         prompts,
                         streams,
                         args.max_tokens,
-                        named_speculation(args.speculative, args.max_drafts),
+                        speculation,
+                        args.asked_before,
                     ),
                 )
                 for _ in range(args.repeats)
@@ -247,7 +273,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--num-prompts", type=int, default=4, help="of each task (default %(default)s)")
     add("--max-tokens", type=int, default=128, help="of an answer (default %(default)s)")
     add("--speculative", type=parse_speculative, default="ngram", help="what drafts (default %(default)s)")
+    add("--draft-quantize", type=recipe_name, metavar="RECIPE", help="formats of a draft model's weights")
     add("--max-drafts", type=int, default=7, help="in a step (default %(default)s)")
+    add("--always", action="store_true", help="verify drafts also where that does not pay")
     add("--streams", type=int, nargs="+", default=[1, 4], help="answers side by side")
     add("--tasks", nargs="+", choices=_TASKS, default=_TASKS)
     add("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
@@ -256,6 +284,13 @@ def _parser() -> argparse.ArgumentParser:
         "--deterministic",
         action=argparse.BooleanOptionalAction,
         help="the shape-invariant mode (default: where that costs nothing)",
+    )
+    add(
+        "--asked-before",
+        type=int,
+        default=0,
+        metavar="TIMES",
+        help="that all prompts of a task have been answered by the same loop (default %(default)s)",
     )
     add("--repeats", type=int, default=2, help="the best counts (default %(default)s)")
     add("--save", type=Path, metavar="FILE", help="where to write the table, as JSON")

@@ -74,9 +74,10 @@ class LLM:
                 room for), `num_pages`,
                 `max_chunk` (token rows of the largest step), `deterministic`, `logprobs_mode`,
                 `max_logprobs`, `speculative` ("ngram" drafts answers by looking them up in their own text,
-                "skip:N" by the model's first N layers, "draft:MODEL" by a second model with the same
-                vocabulary, whose recipe is `draft_quantize`; answers are the same either way), `max_drafts`
-                (tokens of an answer in a step).
+                "ngram:TOKENS" also in the last so many tokens of answers before, "skip:N" by the model's
+                first N layers, "draft:MODEL" by a second model with the same vocabulary, whose recipe is
+                `draft_quantize`; answers are the same either way), `max_drafts` (tokens of an answer in a
+                step).
 
         Raises:
             TypeError: an argument that does not exist.

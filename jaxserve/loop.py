@@ -165,9 +165,12 @@ class HostLoop:
     def clear_prefix_cache(self, scope: CacheScope | None = None) -> int:
         """Let no request find what is cached now, or what one tenant or namespace shares of it.
 
-        Returns how many pages of text that was. Open requests keep what they stand on.
+        Returns how many pages of text that was. Open requests keep what they stand on. Nothing is drafted any
+        more from the answers that ended before, either.
         """
-        cache = self._scheduler.cache
+        cache, drafting = self._scheduler.cache, self._scheduler.drafting
+        if drafting is not None:
+            drafting.clear_shared(scope)
         return 0 if cache is None else cache.clear(scope)
 
     def snapshot_prefixes(self) -> KvSnapshot:

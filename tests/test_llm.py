@@ -136,7 +136,7 @@ def test_drafted_answers_are_the_same() -> None:
         params[1] = replace(params[1], seed=5, logprobs=2)
         expected, outputs = (one.generate(prompts, params) for one in (llm, drafting))
         assert [output.outputs for output in outputs] == [output.outputs for output in expected]
-    with pytest.raises(ValueError, match="speculative 'guess' is not one of ngram, skip:N"):
+    with pytest.raises(ValueError, match="speculative 'guess' is not one of ngram, ngram:TOKENS, skip:N"):
         make_llm(speculative="guess")
     with pytest.raises(ValueError, match="max_drafts 0 is not a whole number"):
         make_llm(speculative="ngram", max_drafts=0)

@@ -60,8 +60,9 @@ class EngineOptions:
     compiled twice."""
     speculative: str | None = None
     """What drafts answers, for a step to verify several tokens at once; answers are the same. "ngram": their
-    own text; "skip:N": the model's first N layers; "draft:MODEL": a second model, as any is named, with the
-    same vocabulary; None drafts nothing."""
+    own text; "ngram:TOKENS": also the last so many tokens of others of the same tenant or namespace;
+    "skip:N": the model's first N layers; "draft:MODEL": a second model, as any is named, with the same
+    vocabulary; None drafts nothing."""
     draft_quantize: str | None = None
     """Recipe of the weights of a draft model; by default as `quantize`. "f32" or "bf16" leaves them alone."""
     max_drafts: int = DEFAULT_MAX_DRAFTS

@@ -20,18 +20,22 @@ from jaxserve.scheduling.draft_pace import DraftPace
 from jaxserve.scheduling.draft_reading import DraftReading
 from jaxserve.scheduling.draft_tally import SpeculationStatistics
 from jaxserve.scheduling.pages import PagePool
-from jaxserve.scheduling.request import Request
+from jaxserve.scheduling.prefix_tree_keys import CacheScope
+from jaxserve.scheduling.request import COMPLETE, Request
 from jaxserve.scheduling.running_pages import RunningPages
 from jaxserve.scheduling.slots import SlotTable
 from jaxserve.scheduling.step import Drafts, ScheduledStep, StepBuilder
-from jaxserve.speculation import Drafter, Speculation
+from jaxserve.speculation import Drafter, SharedTexts, Speculation
 from jaxserve.speculation.gain import Acceptance, worthwhile_counts
+from jaxserve.speculation.shared_texts import SharedDrafter
 
 _FIRST_GUESS = 0.5
 """How likely a draft is accepted, before any has been verified."""
 _NUM_TRIALS = 3
 """Verifications after each rest that are chosen as if it were as likely as that at least: what was wrong
 before would else never be found to be right now."""
+_NUM_INDEXED = 64
+"""Tokens of ended answers that a step makes findable, and two more for each that runs: they come slower."""
 
 
 @dataclass(slots=True)
@@ -80,6 +84,7 @@ class Drafting:
         if speculation.in_engine and not limits.drafts_itself:
             raise ValueError(f"speculation {speculation.name!r}: the engine does not draft itself")
         self._speculation = speculation
+        self._shared = SharedTexts(speculation.shared_tokens) if speculation.shared_tokens else None
         self._table = table
         self._pages = pages
         self._reading = (
@@ -113,6 +118,8 @@ class Drafting:
 
     def fill(self, step: StepBuilder) -> None:
         """Let those of the step that decode verify drafts, where that pays and there are rows and pages."""
+        if self._shared is not None:
+            self._shared.work(_NUM_INDEXED + 2 * len(step.decoding))
         if self._reading is not None:
             self._reading.settle()
         decoding = step.decoding
@@ -149,6 +156,20 @@ class Drafting:
     def forget(self, request: Request) -> None:
         """The request has ended."""
         self._followers.pop(request, None)
+        terms = request.submission.terms
+        if self._shared is not None and terms.cache_write and request.state in COMPLETE:
+            self._shared.add(CacheScope.of(terms), request.submission.prompt, request.output)
+
+    def clear_shared(self, scope: CacheScope | None = None) -> None:
+        """Draft nothing any more from answers that have ended, or from those of one tenant or namespace."""
+        if self._shared is not None:
+            self._shared.clear(scope)
+
+    def _new_drafter(self, request: Request) -> Drafter:
+        terms = request.submission.terms
+        if self._shared is None or not terms.cache_read:
+            return self._speculation.drafter()
+        return SharedDrafter(self._shared, CacheScope.of(terms))
 
     def _propose(self, step: StepBuilder) -> list[_Proposal]:
         """Drafts for those that decode: they follow what has arrived, and leave room for one more token."""
@@ -163,7 +184,7 @@ class Drafting:
             request = table.at(decoding[place])
             follower = self._followers.get(request)
             if follower is None:
-                follower = self._followers[request] = _Follower(self._speculation.drafter())
+                follower = self._followers[request] = _Follower(self._new_drafter(request))
                 new = request.submission.prompt + request.output
             else:
                 new = request.output[follower.num_told :]

@@ -9,6 +9,7 @@ from jaxserve.speculation.choices import (
 )
 from jaxserve.speculation.drafter import Drafter, EngineDrafter, Speculation
 from jaxserve.speculation.ngram import NgramDrafter
+from jaxserve.speculation.shared_texts import SharedTexts
 
 __all__ = [
     "DEFAULT_MAX_DRAFTS",
@@ -17,6 +18,7 @@ __all__ = [
     "Drafter",
     "EngineDrafter",
     "NgramDrafter",
+    "SharedTexts",
     "Speculation",
     "named_speculation",
     "read_speculative",

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from jaxserve.speculation.ngram import NgramDrafter
+
 
 class Drafter(Protocol):
     """Follows one text and guesses how it goes on. A wrong guess costs time and never a token."""
@@ -43,16 +45,19 @@ class EngineDrafter:
 
 @dataclass(frozen=True, kw_only=True)
 class Speculation:
-    """How answers are drafted. Raises ValueError if `max_drafts` is below 1."""
+    """How answers are drafted. Raises ValueError if a number is not what its field says."""
 
     drafter: Callable[[], Drafter]
     """Makes the drafter of one answer."""
     max_drafts: int
-    """Most drafts of one answer in a step."""
+    """Most drafts of one answer in a step, from 1 up."""
     adaptive: bool = True
     """Whether drafts are verified only where that pays, by what is measured; else wherever there are any."""
     name: str = "drafts"
     """What drafts, for metrics and receipts."""
+    shared_tokens: int = 0
+    """Of answers that have ended, how many tokens are kept to draft others of the same tenant or namespace
+    from, beside their own text; 0 for none. Only for a `drafter` that is NgramDrafter."""
 
     @property
     def in_engine(self) -> bool:
@@ -62,3 +67,7 @@ class Speculation:
     def __post_init__(self) -> None:
         if self.max_drafts < 1:
             raise ValueError(f"max_drafts {self.max_drafts} is below 1")
+        if self.shared_tokens < 0 or (self.shared_tokens and self.drafter is not NgramDrafter):
+            raise ValueError(
+                f"shared_tokens {self.shared_tokens}: from 0 up, and 0 unless NgramDrafter drafts"
+            )

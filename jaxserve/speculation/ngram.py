@@ -44,6 +44,14 @@ class NgramDrafter:
         period = len(copied)  # Of a copy that was cut off by the text's end.
         return [copied[index % period] for index in range(max_tokens)]
 
+    def agrees(self, num_tokens: int) -> bool:
+        """Whether so many tokens, or more, agreed with those that the latest guess came after."""
+        follower = self._follower or 0
+        return (
+            num_tokens <= follower
+            and self._text[follower - num_tokens : follower] == self._text[-num_tokens:]
+        )
+
     def _append(self, token: int) -> None:
         text = self._text
         text.append(token)

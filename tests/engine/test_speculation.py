@@ -114,6 +114,23 @@ def test_drafts_change_nothing_to_the_bit(
     assert engine.compiles_after_ready == 0
 
 
+@pytest.mark.parametrize("together", [True, False], ids=["together", "alone"])
+def test_drafts_from_answers_before_change_nothing_to_the_bit(
+    engine: DeviceEngine, expected: list[RequestOutput], together: bool
+) -> None:
+    speculation = Speculation(drafter=NgramDrafter, max_drafts=MAX_DRAFTS, adaptive=False, shared_tokens=5000)
+    loop = HostLoop(engine, speculation=speculation)
+    accepted = [0]
+    for _ in range(2):
+        assert list(facts(serve(loop, cases(), together))) == list(facts(expected))
+        drafted = loop.snapshot().speculation
+        assert drafted is not None
+        accepted.append(drafted.num_accepted - accepted[-1])
+    # Asked again, most is known; where samples of one prompt part, it is guessed which of them this one is.
+    num_tokens = sum(len(sample.token_ids) for output in expected for sample in output.outputs)
+    assert accepted[1] < num_tokens / 4 < num_tokens / 2 < accepted[2]
+
+
 @pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlapped"])
 def test_drafts_of_answers_held_to_a_grammar_change_nothing(engine: DeviceEngine, overlap: bool) -> None:
     limits = engine.limits

@@ -102,7 +102,7 @@ def test_a_route_s_policy_is_the_file_s_with_its_own_longest_queue(tmp_path: Pat
         (["a", "--route", "c=b,kv_memory=big"], "kv_memory: 'big' is no size"),
         (["a", "--route", "c=b,deterministic=maybe"], "'maybe' is not true or false"),
         (["a", "--route", "c=b,generation_config=file"], "'file' is not one of auto, none"),
-        (["a", "--route", "c=b,speculative=guess"], "'guess' is not one of ngram, skip:N"),
+        (["a", "--route", "c=b,speculative=guess"], "'guess' is not one of ngram, ngram:TOKENS, skip:N"),
         (["a", "--route", "c=b,fallback="], "fallback: a name is missing"),
         (["a", "--route", "c\td=b"], "printable"),
         (["a", "--max-waiting", "-1"], "--max-waiting -1 is negative"),

@@ -16,6 +16,10 @@ def test_names() -> None:
     assert (skip.drafter, skip.max_drafts, skip.name) == (EngineDrafter, 3, "skip:12")
     assert (lookup.in_engine, skip.in_engine) == (False, True)
     assert read_speculative("skip:12").num_layers == 12
+    assert (lookup.shared_tokens, skip.shared_tokens) == (0, 0)
+    shared = named_speculation("ngram:50000", 7)
+    assert shared is not None
+    assert (shared.drafter, shared.shared_tokens, shared.name) == (NgramDrafter, 50000, "ngram:50000")
 
 
 @pytest.mark.parametrize(
@@ -35,10 +39,10 @@ def test_a_model_that_drafts_is_named_without_its_place(name: str, label: str) -
 
 
 @pytest.mark.parametrize(
-    "name", ["", "guess", "skip", "skip:", "skip:0", "skip:-1", "skip:x", "ngram:2", "draft:"]
+    "name",
+    ["", "guess", "skip", "skip:", "skip:0", "skip:-1", "skip:x", "ngram:", "ngram:0", "ngram:x", "draft:"],
 )
 def test_other_names_are_refused(name: str) -> None:
-    with pytest.raises(
-        ValueError, match=rf"'{name}' is not one of ngram, skip:N \(N layers, from 1 up\), draft:MODEL"
-    ):
+    known = r"ngram, ngram:TOKENS, skip:N \(N layers, from 1 up\), draft:MODEL"
+    with pytest.raises(ValueError, match=f"'{name}' is not one of {known}"):
         read_speculative(name)
