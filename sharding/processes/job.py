@@ -27,6 +27,7 @@ LEAVING_SECONDS = 2.5
 FAILED = 1
 """Exit status of every process of a job that has lost one."""
 _NUMBER = struct.Struct("<I")
+_CONNECTING_SECONDS = 60.0
 _VERDICT_SECONDS = SILENCE_LIMIT + 1.0
 
 Facts = Mapping[str, str]
@@ -248,7 +249,7 @@ class FollowingJob(Job):
 
     def connect(self, host: str, port: int, secret: str) -> None:
         """Come to the leader. Raises OSError if it cannot be reached."""
-        self._link = Link(socket.create_connection((host, port), timeout=SILENCE_LIMIT))
+        self._link = Link(socket.create_connection((host, port), timeout=_CONNECTING_SECONDS))
         hello = {"process": self.place.process_id, "secret": secret}
         self._link.send(Kind.HELLO, json.dumps(hello).encode())
         self._link.start(self._hear, lambda reason: self._lose(f"process 0, which leads, is lost: {reason}"))

@@ -49,6 +49,8 @@ def join(place: ProcessPlace, *, wait_seconds: int = WAIT_SECONDS) -> Job | None
         place.process_id,
         cluster_detection_method="deactivate",
         initialization_timeout=wait_seconds,
+        # The links find a loss sooner, and say which; from then on nobody waits for this.
+        heartbeat_timeout_seconds=wait_seconds,
     )
     if jax.default_backend() == "cpu" and jax.local_device_count() > 1:
         raise ValueError(

@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator
 BEAT_SECONDS = 1.0
 SILENCE_LIMIT = 6.0
 """Seconds; with what is left to say good-bye, a job ends within 10 after one of its processes has."""
+_PATIENCE = 60.0
+"""Seconds for a new follower to say who it is."""
 _PAUSED = 1.0
 """Seconds by which a beat is late where this process, not the other, stood still."""
 _HEADER = struct.Struct("<BI")
@@ -81,7 +83,7 @@ class Link:
 
     def read_first(self) -> tuple[Kind, bytes]:
         """The first message of a new connection. Raises OSError if none comes in time."""
-        deadline = self._clock() + SILENCE_LIMIT
+        deadline = self._clock() + _PATIENCE
         while self._clock() < deadline:
             for message in self._take():
                 return message

@@ -45,7 +45,10 @@ async def serving(folder: Path) -> AsyncIterator[tuple[list[subprocess.Popen[str
         output = members[0].stdout
         assert output is not None
         while (line := await asyncio.to_thread(output.readline)) != "ready\n":
-            assert line, members[0].communicate()[1]
+            if not line:
+                for member in members:
+                    member.kill()
+                raise AssertionError("\n".join(member.communicate()[1] for member in members))
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
             yield members, engine_pb2_grpc.EngineStub(channel)
 
@@ -70,7 +73,7 @@ def test_it_answers_as_one_process_and_drains(shared_data: Path) -> None:
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 @pytest.mark.parametrize("lost", [1, 0], ids=["follower", "leader"])
 def test_the_loss_of_a_process_ends_the_job(shared_data: Path, lost: int, number: signal.Signals) -> None:
     async def main() -> None:
