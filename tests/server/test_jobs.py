@@ -78,8 +78,8 @@ def test_it_answers_as_one_process_and_drains(shared_data: Path) -> None:
 def test_the_loss_of_a_process_ends_the_job(shared_data: Path, lost: int, number: signal.Signals) -> None:
     async def main() -> None:
         async with serving(shared_data / "models/stories260K/hf") as (members, stub):
-            call = stub.Generate(request(490))
-            await call.read()
+            call = aiter(stub.Generate(request(490)))
+            await anext(call)
             left = members[1 - lost]
             started = time.monotonic()
             members[lost].send_signal(number)
