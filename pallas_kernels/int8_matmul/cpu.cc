@@ -2,17 +2,23 @@
 // product, read at the speed of memory for few rows and multiplied 16 at a time for many.
 
 #include <cstdint>
-#include <type_traits>
-#include <utility>
 #include <vector>
 
+#include "int8_matmul/scaled.h"
 #include "native/ffi.h"
 
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif
+#if defined(__AMX_INT8__) && defined(__AVX512BW__) && defined(__linux__)
+#define JAXSERVE_AMX 1
+#include "int8_matmul/amx.h"
+#endif
 
 namespace {
+
+using jaxserve::Scaled;
+using jaxserve::Unroll;
 
 #if defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512VNNI__)
 #define JAXSERVE_AVX512 1
@@ -28,31 +34,7 @@ constexpr int64_t kAhead = kOutputs;  // outputs whose weights are fetched while
 constexpr int64_t kChunk = 48;  // outputs that a thread takes at a time, a multiple of kOutputs
 constexpr int64_t kBlock = 16;  // rows that stay in the first caches while those outputs pass by
 
-// Where results go, and what scales them.
-struct Scaled {
-  const float *x_scale, *w_scale;  // of rows, of outputs
-  float* numbers;
-  int64_t stride;
-
-  Scaled From(int64_t row, int64_t output) const {
-    return {x_scale + row, w_scale + output, numbers + row * stride + output, stride};
-  }
-};
-
 #if JAXSERVE_AVX512
-
-#define INLINE __attribute__((always_inline))
-
-// f(0) to f(N - 1), each with a number that the compiler knows: what they index stays in registers.
-template <typename F, int... I>
-INLINE inline void Unroll(const F& f, std::integer_sequence<int, I...>) {
-  (f(std::integral_constant<int, I>{}), ...);
-}
-
-template <int N, typename F>
-INLINE inline void Unroll(const F& f) {
-  Unroll(f, std::make_integer_sequence<int, N>{});
-}
 
 // Lane i becomes the sum of the lanes of sums[i].
 INLINE inline __m512i SumEach(const __m512i sums[16]) {
@@ -190,6 +172,14 @@ extern "C" XLA_FFI_Error* JaxserveInt8Matmul(XLA_FFI_CallFrame* frame) {
   const Scaled all{jaxserve::Data<const float>(jaxserve::Operand(frame, 2)),
                    jaxserve::Data<const float>(jaxserve::Operand(frame, 3)),
                    jaxserve::Data<float>(jaxserve::Result(frame)), outputs};
+  int64_t first = 0;  // Output that is left to do.
+#if JAXSERVE_AMX
+  if (rows > kRows && jaxserve::amx::Allowed()) {  // Fewer rows are as fast by vectors, or faster.
+    first = wide_rows ? jaxserve::amx::MultiplyAll(frame, jaxserve::Data<const int16_t>(x), rows, weights, outputs, n, all)
+                      : jaxserve::amx::MultiplyAll(frame, jaxserve::Data<const int8_t>(x), rows, weights, outputs, n, all);
+    if (first == outputs) return nullptr;
+  }
+#endif
   std::vector<int16_t> copy;
   const auto* wide = jaxserve::Data<const int16_t>(x);
   if (!wide_rows) {
@@ -197,12 +187,12 @@ extern "C" XLA_FFI_Error* JaxserveInt8Matmul(XLA_FFI_CallFrame* frame) {
     copy.assign(values, values + rows * n);
     wide = copy.data();
   }
-  jaxserve::ParallelFor(frame, (outputs + kChunk - 1) / kChunk, [&](int64_t chunk) {
-    const int64_t end = std::min(outputs, (chunk + 1) * kChunk);
+  jaxserve::ParallelFor(frame, (outputs - first + kChunk - 1) / kChunk, [&](int64_t chunk) {
+    const int64_t end = std::min(outputs, first + (chunk + 1) * kChunk);
     for (int64_t row = 0; row < rows; row += kBlock) {
       const int64_t count = std::min(rows - row, kBlock);
       const int16_t* block = wide + row * n;
-      int64_t o = chunk * kChunk;
+      int64_t o = first + chunk * kChunk;
       for (; o + kOutputs <= end; o += kOutputs)
         Column<kOutputs>(block, weights + o * n, count, n, all.From(row, o));
       for (; o < end; ++o) Column<1>(block, weights + o * n, count, n, all.From(row, o));

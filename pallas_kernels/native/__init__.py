@@ -9,6 +9,7 @@ import ctypes
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -19,8 +20,9 @@ import jaxlib.version
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _SOURCES = ("int8_matmul/cpu.cc", "ragged_paged_attention/cpu.cc")
-_HEADERS = ("native/ffi.h",)
+_HEADERS = ("native/ffi.h", "int8_matmul/scaled.h", "int8_matmul/amx.h")
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC")
+"""More come from CXXFLAGS in the environment."""
 _COMPILERS = ("c++", "g++", "clang++")
 _SECONDS = 120.0
 INT8_MATMUL = "JaxserveInt8Matmul"
@@ -60,9 +62,14 @@ def obstacle(native: bool) -> str | None:
     return None if native else "no kernels are built for this machine"
 
 
+def _flags() -> tuple[str, ...]:
+    return *_FLAGS, *shlex.split(os.environ.get("CXXFLAGS", ""))
+
+
 def _key(compiler: str) -> str:
     """Changes with whatever the library depends on, the processor included: a home may be shared."""
-    digest = hashlib.sha256(f"{compiler} {jaxlib.version.__version__} {platform.machine()} {_FLAGS}".encode())
+    made_by = f"{compiler} {jaxlib.version.__version__} {platform.machine()} {_flags()}"
+    digest = hashlib.sha256(made_by.encode())
     for name in (*_SOURCES, *_HEADERS):
         digest.update((_PACKAGE / name).read_bytes())
     processor = Path("/proc/cpuinfo")
@@ -80,7 +87,7 @@ def _build(compiler: str, library: Path) -> str | None:
         include = ("-I", jax.ffi.include_dir(), "-I", str(_PACKAGE))
         command = [
             compiler,
-            *_FLAGS,
+            *_flags(),
             *include,
             *(str(_PACKAGE / name) for name in _SOURCES),
             "-o",

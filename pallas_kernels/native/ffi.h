@@ -5,10 +5,12 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <thread>
 
 #include "xla/ffi/api/c_api.h"
@@ -56,8 +58,52 @@ struct Job {
   }
 };
 
-// work(0) to work(num_pieces - 1), on this thread and on those of XLA's pool that are free. A task of the pool
-// that starts after the last piece was taken finds nothing to do, so nobody waits for one that has not begun.
+// Where a thread that has just helped finds the next job: for a short while it looks here before it goes back to
+// XLA's pool and to sleep, since waking takes as long as many a job does.
+class Relay {
+ public:
+  static Relay& Shared() {
+    static auto* relay = new Relay;  // Never destroyed: threads of XLA's pool may outlive everything.
+    return *relay;
+  }
+
+  // Whoever looks out for a job takes part in this one; returns how many do.
+  int64_t Offer(const std::shared_ptr<Job>& job) {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      latest_ = job;
+    }
+    offered_.fetch_add(1, std::memory_order_release);
+    return looking_.load(std::memory_order_acquire);
+  }
+
+  // Takes part in a job, and in those offered within kPatience of the last one's end.
+  void Help(std::shared_ptr<Job> job) {
+    looking_.fetch_add(1);
+    for (uint64_t seen = offered_.load(std::memory_order_acquire); job != nullptr; job = Next(&seen)) job->Run();
+    looking_.fetch_sub(1);
+  }
+
+ private:
+  static constexpr std::chrono::microseconds kPatience{100};
+
+  std::shared_ptr<Job> Next(uint64_t* seen) {
+    const auto end = std::chrono::steady_clock::now() + kPatience;
+    for (uint64_t offered; (offered = offered_.load(std::memory_order_acquire)) == *seen; std::this_thread::yield())
+      if (std::chrono::steady_clock::now() > end) return nullptr;
+    *seen = offered_.load(std::memory_order_acquire);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return latest_;
+  }
+
+  std::mutex mutex_;
+  std::shared_ptr<Job> latest_;
+  std::atomic<uint64_t> offered_{0};
+  std::atomic<int64_t> looking_{0};
+};
+
+// work(0) to work(num_pieces - 1), on this thread and on those of XLA's pool that are free. A thread that comes
+// after the last piece was taken finds nothing to do, so nobody waits for one that has not begun.
 inline void ParallelFor(XLA_FFI_CallFrame* frame, int64_t num_pieces, std::function<void(int64_t)> work) {
   int64_t num_threads = 1;
   XLA_FFI_ThreadPool_NumThreads_Args count{};
@@ -68,13 +114,14 @@ inline void ParallelFor(XLA_FFI_CallFrame* frame, int64_t num_pieces, std::funct
   auto job = std::make_shared<Job>();
   job->work = std::move(work);
   job->num_pieces = num_pieces;
-  for (int64_t helper = 1; helper < std::min(num_threads, num_pieces); ++helper) {
+  const int64_t most = std::min(num_threads, num_pieces);
+  for (int64_t helper = 1 + (most > 1 ? Relay::Shared().Offer(job) : 0); helper < most; ++helper) {
     XLA_FFI_ThreadPool_Schedule_Args task{};
     task.struct_size = XLA_FFI_ThreadPool_Schedule_Args_STRUCT_SIZE;
     task.ctx = frame->ctx;
     task.task = [](void* data) {
       std::unique_ptr<std::shared_ptr<Job>> job(static_cast<std::shared_ptr<Job>*>(data));
-      (*job)->Run();
+      Relay::Shared().Help(*job);
     };
     task.data = new std::shared_ptr<Job>(job);
     frame->api->XLA_FFI_ThreadPool_Schedule(&task);

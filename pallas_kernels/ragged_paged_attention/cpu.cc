@@ -1,5 +1,6 @@
 // Ragged paged attention on CPU, straight from the pages: nothing is gathered. Blocks of kTokens positions are
-// reduced with the online softmax of FlashAttention (Dao et al. 2022, section 3.1); a row's sums are added in an
+// reduced with the online softmax of FlashAttention (Dao et al. 2022, section 3.1), parts of kPart positions each
+// by itself, so that threads share a long context (Flash-Decoding, Dao et al. 2023); a row's sums are added in an
 // order that depends on its own context alone.
 
 #include <cmath>
@@ -7,6 +8,7 @@
 #include <cstring>
 #include <limits>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "native/ffi.h"
@@ -16,12 +18,20 @@ namespace {
 constexpr int64_t kLanes = 128;
 constexpr int64_t kTokens = 16;   // of a block; pages are a multiple
 constexpr int64_t kQueries = 48;  // that share a block, rows times queries of a KV head, where that is more than one row
+constexpr int64_t kManyPieces = 32;  // of which threads make even shares
 constexpr float kMasked = -std::numeric_limits<float>::infinity();
 
-typedef float Vector __attribute__((vector_size(32)));
-typedef int32_t Integers __attribute__((vector_size(32)));
-constexpr int64_t kWidth = 8;  // floats of a Vector
+constexpr int64_t kPart = 256;    // a multiple of kTokens
+#if defined(__AVX512F__)
+constexpr int64_t kWidth = 16;  // floats of a Vector
+constexpr int kTogether = 8;    // queries that share a block's numbers in registers
+#else
+constexpr int64_t kWidth = 8;
+constexpr int kTogether = 4;
+#endif
 constexpr int64_t kVectors = kTokens / kWidth;
+typedef float Vector __attribute__((vector_size(4 * kWidth)));
+typedef int32_t Integers __attribute__((vector_size(4 * kWidth)));
 
 Vector Load(const float* x) {
   Vector v;
@@ -31,7 +41,18 @@ Vector Load(const float* x) {
 
 void Store(float* x, Vector v) { std::memcpy(x, &v, sizeof v); }
 
-Vector Broadcast(float x) { return Vector{x, x, x, x, x, x, x, x}; }
+Vector Broadcast(float x) { return x - Vector{}; }
+
+float Highest(Vector v) {
+  typedef float Quarter __attribute__((vector_size(kWidth)));
+  Quarter parts[4];
+  std::memcpy(parts, &v, sizeof v);
+  const Quarter low = parts[0] > parts[1] ? parts[0] : parts[1], high = parts[2] > parts[3] ? parts[2] : parts[3];
+  const Quarter all = low > high ? low : high;
+  float highest = all[0];
+  for (int64_t i = 1; i < kWidth / 4; ++i) highest = std::max(highest, all[i]);
+  return highest;
+}
 
 // e^x for x <= 0 to about one unit in the last place: 2^n times a polynomial in the rest (Cephes' expf).
 Vector Exp(Vector x) {
@@ -81,8 +102,8 @@ struct Piece {
 Vector Numbers(const float* x) { return Load(x); }
 
 Vector Numbers(const uint16_t* x) {  // bfloat16: the upper half of a float32
-  typedef uint16_t Halves __attribute__((vector_size(16)));
-  typedef uint32_t Bits __attribute__((vector_size(32)));
+  typedef uint16_t Halves __attribute__((vector_size(2 * kWidth)));
+  typedef uint32_t Bits __attribute__((vector_size(4 * kWidth)));
   Halves halves;
   std::memcpy(&halves, x, sizeof halves);
   const Bits bits = __builtin_convertvector(halves, Bits) << 16;
@@ -92,29 +113,49 @@ Vector Numbers(const uint16_t* x) {  // bfloat16: the upper half of a float32
 }
 
 Vector Numbers(const int8_t* x) {
-  typedef int8_t Bytes __attribute__((vector_size(8)));
+  typedef int8_t Bytes __attribute__((vector_size(kWidth)));
   Bytes bytes;
   std::memcpy(&bytes, x, sizeof bytes);
   return __builtin_convertvector(__builtin_convertvector(bytes, Integers), Vector);
 }
 
+// Pairs of 32-bit lanes of a and b, or pairs of pairs, in turn, within every 128 bits; from their lower or upper
+// halves.
+#if defined(__AVX512F__)
+#define OF_EACH(a, b, c, d) \
+  Integers{a, b, c, d, a + 4, b + 4, c + 4, d + 4, a + 8, b + 8, c + 8, d + 8, a + 12, b + 12, c + 12, d + 12}
+#else
+#define OF_EACH(a, b, c, d) Integers{a, b, c, d, a + 4, b + 4, c + 4, d + 4}
+#endif
+
 // rows[i][j] becomes rows[j][i].
 void Transpose(Vector rows[kWidth]) {
+  constexpr int w = kWidth;
   Vector a[kWidth], b[kWidth];
-  for (int i = 0; i < 4; ++i) {  // Pairs of rows interleaved, within each half of 128 bits.
-    a[2 * i] = __builtin_shuffle(rows[2 * i], rows[2 * i + 1], Integers{0, 8, 1, 9, 4, 12, 5, 13});
-    a[2 * i + 1] = __builtin_shuffle(rows[2 * i], rows[2 * i + 1], Integers{2, 10, 3, 11, 6, 14, 7, 15});
+  for (int i = 0; i < w / 2; ++i) {
+    a[2 * i] = __builtin_shuffle(rows[2 * i], rows[2 * i + 1], OF_EACH(0, w, 1, w + 1));
+    a[2 * i + 1] = __builtin_shuffle(rows[2 * i], rows[2 * i + 1], OF_EACH(2, w + 2, 3, w + 3));
   }
-  for (int i = 0; i < 2; ++i) {  // Pairs of pairs.
+  for (int i = 0; i < w / 4; ++i) {  // Now b[4 i + j] has lanes j, j + 4, ... of rows 4 i to 4 i + 3.
     for (int j = 0; j < 2; ++j) {
-      b[4 * i + 2 * j] = __builtin_shuffle(a[4 * i + j], a[4 * i + 2 + j], Integers{0, 1, 8, 9, 4, 5, 12, 13});
-      b[4 * i + 2 * j + 1] =
-          __builtin_shuffle(a[4 * i + j], a[4 * i + 2 + j], Integers{2, 3, 10, 11, 6, 7, 14, 15});
+      b[4 * i + 2 * j] = __builtin_shuffle(a[4 * i + j], a[4 * i + 2 + j], OF_EACH(0, 1, w, w + 1));
+      b[4 * i + 2 * j + 1] = __builtin_shuffle(a[4 * i + j], a[4 * i + 2 + j], OF_EACH(2, 3, w + 2, w + 3));
     }
   }
-  for (int i = 0; i < 4; ++i) {  // The halves.
-    rows[i] = __builtin_shuffle(b[i], b[4 + i], Integers{0, 1, 2, 3, 8, 9, 10, 11});
-    rows[4 + i] = __builtin_shuffle(b[i], b[4 + i], Integers{4, 5, 6, 7, 12, 13, 14, 15});
+  for (int j = 0; j < 4; ++j) {
+#if defined(__AVX512F__)
+    const Integers even{0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27}, odd = even + 4;
+    const Vector low_even = __builtin_shuffle(b[j], b[4 + j], even), low_odd = __builtin_shuffle(b[j], b[4 + j], odd);
+    const Vector high_even = __builtin_shuffle(b[8 + j], b[12 + j], even);
+    const Vector high_odd = __builtin_shuffle(b[8 + j], b[12 + j], odd);
+    rows[j] = __builtin_shuffle(low_even, high_even, even);
+    rows[8 + j] = __builtin_shuffle(low_even, high_even, odd);
+    rows[4 + j] = __builtin_shuffle(low_odd, high_odd, even);
+    rows[12 + j] = __builtin_shuffle(low_odd, high_odd, odd);
+#else
+    rows[j] = __builtin_shuffle(b[j], b[4 + j], Integers{0, 1, 2, 3, 8, 9, 10, 11});
+    rows[4 + j] = __builtin_shuffle(b[j], b[4 + j], Integers{4, 5, 6, 7, 12, 13, 14, 15});
+#endif
   }
 }
 
@@ -185,18 +226,45 @@ void ReadBlock(const Problem& p, const Block& block, float* keys, float* values)
     ReadBlock<T, false>(p, block, keys, values);
 }
 
+// Of some queries over some positions: the highest score, and sums of weights (lane by lane) and weighted values.
+struct Sums {
+  int64_t depth;
+  std::vector<float> peak, total, out;
+
+  Sums(int64_t depth, int64_t num_queries)
+      : depth(depth), peak(num_queries, kMasked), total(num_queries * kWidth), out(num_queries * depth) {}
+
+  void Scale(int64_t query, float factor) {
+    float *weights = total.data() + query * kWidth, *values = out.data() + query * depth;
+    Store(weights, Load(weights) * factor);
+    for (int64_t d = 0; d < depth; d += kWidth) Store(values + d, Load(values + d) * factor);
+  }
+
+  // Those of later positions beside these, which stay as they are where there are none.
+  void Add(Sums& later) {
+    for (size_t query = 0; query < peak.size(); ++query) {
+      const float highest = std::max(peak[query], later.peak[query]);
+      if (later.peak[query] == kMasked) continue;
+      Scale(query, std::exp(peak[query] - highest));
+      later.Scale(query, std::exp(later.peak[query] - highest));
+      peak[query] = highest;
+      const auto add = [](float* x, const float* y) { Store(x, Load(x) + Load(y)); };
+      add(total.data() + query * kWidth, later.total.data() + query * kWidth);
+      for (int64_t d = query * depth; d < (query + 1) * depth; d += kWidth) add(out.data() + d, later.out.data() + d);
+    }
+  }
+};
+
 // What a thread needs for a piece.
 struct Buffers {
-  std::vector<float> keys, values, queries, out, peak, total;
+  std::vector<float> keys, values, queries;
 
   Buffers(int64_t depth, int64_t num_queries)
-      : keys(depth * kTokens), values(depth * kTokens), queries(num_queries * depth), out(num_queries * depth),
-        peak(num_queries, kMasked), total(num_queries) {}
+      : keys(depth * kTokens), values(depth * kTokens), queries(num_queries * depth) {}
 };
 
 // The weights of a block for one query, from its scores; the query's sums so far are scaled to the new peak.
-void Weigh(const Problem& p, Buffers& b, int64_t query, int64_t from, int64_t to, float* weights) {
-  const int64_t depth = p.depth();
+void Weigh(const Problem& p, Sums& sums, int64_t query, int64_t from, int64_t to, float* weights) {
   if (p.softcap != 0.0f)
     for (int64_t t = 0; t < kTokens; ++t) weights[t] = p.softcap * std::tanh(weights[t] / p.softcap);
   if (from > 0 || to < kTokens)
@@ -207,28 +275,25 @@ void Weigh(const Problem& p, Buffers& b, int64_t query, int64_t from, int64_t to
     const Vector other = Load(weights + i);
     highest = highest > other ? highest : other;
   }
-  float peak = b.peak[query];
-  for (int64_t i = 0; i < kWidth; ++i) peak = std::max(peak, highest[i]);
-  if (peak > b.peak[query]) {
-    const float decay = std::exp(b.peak[query] - peak);
-    b.total[query] *= decay;
-    float* out = b.out.data() + query * depth;
-    for (int64_t d = 0; d < depth; d += kWidth) Store(out + d, Load(out + d) * decay);
-    b.peak[query] = peak;
+  const float peak = std::max(sums.peak[query], Highest(highest));
+  if (peak > sums.peak[query]) {
+    sums.Scale(query, std::exp(sums.peak[query] - peak));
+    sums.peak[query] = peak;
   }
-  Vector sum = Broadcast(0.0f);
+  Vector total = Load(sums.total.data() + query * kWidth);
   for (int64_t i = 0; i < kTokens; i += kWidth) {
     const Vector score = Load(weights + i);
     const Vector weight = score > kMasked ? Exp(score - peak) : Broadcast(0.0f);
     Store(weights + i, weight);
-    sum += weight;
+    total += weight;
   }
-  for (int64_t i = 0; i < kWidth; ++i) b.total[query] += sum[i];
+  Store(sums.total.data() + query * kWidth, total);
 }
 
 // Takes a block into the sums of N neighbouring queries, which share its numbers in registers.
 template <int N>
-void Reduce(const Problem& p, const Piece& piece, Buffers& b, const Ahead& ahead, int64_t query, int64_t first) {
+void Reduce(const Problem& p, const Piece& piece, const Buffers& b, Sums& sums, const Ahead& ahead, int64_t query,
+            int64_t first) {
   const int64_t depth = p.depth();
   Vector scores[N][kVectors] = {};
   for (int64_t d = 0; d < depth; ++d) {
@@ -243,18 +308,19 @@ void Reduce(const Problem& p, const Piece& piece, Buffers& b, const Ahead& ahead
     const int64_t position = piece.first_position + (query + n) / p.queries_per_kv();
     const int64_t from = p.window ? position - p.window + 1 - first : 0, to = position + 1 - first;
     if (to > 0 && from < kTokens)
-      Weigh(p, b, query + n, from, to, weights[n]);
+      Weigh(p, sums, query + n, from, to, weights[n]);
     else
       std::memset(weights[n], 0, sizeof weights[n]);
   }
   for (int64_t d = 0; d < depth; d += 2 * kWidth) {
     Vector low[N], high[N];
     for (int n = 0; n < N; ++n) {
-      low[n] = Load(b.out.data() + (query + n) * depth + d);
-      high[n] = Load(b.out.data() + (query + n) * depth + d + kWidth);
+      low[n] = Load(sums.out.data() + (query + n) * depth + d);
+      high[n] = Load(sums.out.data() + (query + n) * depth + d + kWidth);
     }
     for (int64_t t = 0; t < kTokens; ++t) {
-      if (query == 0) ahead.Fetch(depth + d / (2 * kWidth) * kTokens + t);
+      if (query == 0)
+        for (int64_t i = 0; i < kWidth / 8; ++i) ahead.Fetch(depth + (d / (2 * kWidth) * kTokens + t) * kWidth / 8 + i);
       const float* values = b.values.data() + t * depth + d;
       for (int n = 0; n < N; ++n) {
         low[n] += weights[n][t] * Load(values);
@@ -262,48 +328,69 @@ void Reduce(const Problem& p, const Piece& piece, Buffers& b, const Ahead& ahead
       }
     }
     for (int n = 0; n < N; ++n) {
-      Store(b.out.data() + (query + n) * depth + d, low[n]);
-      Store(b.out.data() + (query + n) * depth + d + kWidth, high[n]);
+      Store(sums.out.data() + (query + n) * depth + d, low[n]);
+      Store(sums.out.data() + (query + n) * depth + d + kWidth, high[n]);
     }
   }
 }
 
-void ReduceAll(const Problem& p, const Piece& piece, Buffers& b, const Ahead& ahead, int64_t num_queries,
-               int64_t first) {
-  int64_t query = 0;
-  for (; query + 4 <= num_queries; query += 4) Reduce<4>(p, piece, b, ahead, query, first);
-  switch (num_queries - query) {
-    case 3: return Reduce<3>(p, piece, b, ahead, query, first);
-    case 2: return Reduce<2>(p, piece, b, ahead, query, first);
-    case 1: return Reduce<1>(p, piece, b, ahead, query, first);
-  }
+template <int N = kTogether>
+void ReduceAll(const Problem& p, const Piece& piece, const Buffers& b, Sums& sums, const Ahead& ahead,
+               int64_t num_queries, int64_t query, int64_t first) {
+  for (; query + N <= num_queries; query += N) Reduce<N>(p, piece, b, sums, ahead, query, first);
+  if constexpr (N > 1)
+    if (query < num_queries) ReduceAll<N - 1>(p, piece, b, sums, ahead, num_queries, query, first);
 }
 
-void Attend(const Problem& p, const Piece& piece) {
-  const int64_t depth = p.depth(), group = p.queries_per_kv(), num_queries = piece.num_rows * group;
-  Buffers b(depth, num_queries);
-  const auto index = [&](int64_t query) {
-    return ((piece.first_row + query / group) * p.num_heads + piece.head * group + query % group) * p.head_size;
-  };
-  for (int64_t query = 0; query < num_queries; ++query)
-    for (int64_t d = 0; d < p.head_size; ++d) b.queries[query * depth + d] = p.q[index(query) + d] * p.scale;
-  const int64_t last = piece.first_position + piece.num_rows;  // One past the last row's position.
-  const int64_t low = p.window ? std::max<int64_t>(0, piece.first_position - p.window + 1) : 0;
-  Block next = FindBlock(p, piece, low / kTokens * kTokens, low, last);
-  for (int64_t first = low / kTokens * kTokens; first < last; first += kTokens) {
+// Where a query's numbers lie, of q and of the result.
+int64_t Place(const Problem& p, const Piece& piece, int64_t query) {
+  const int64_t group = p.queries_per_kv();
+  return ((piece.first_row + query / group) * p.num_heads + piece.head * group + query % group) * p.head_size;
+}
+
+// Takes positions [from, to), at least one, into the sums.
+void Attend(const Problem& p, const Piece& piece, int64_t low, int64_t from, int64_t to, Buffers& b, Sums& sums) {
+  Block next = FindBlock(p, piece, from, low, to);
+  for (int64_t first = from; first < to; first += kTokens) {
     const Block block = next;
-    if (first + kTokens < last) next = FindBlock(p, piece, first + kTokens, low, last);
+    if (first + kTokens < to) next = FindBlock(p, piece, first + kTokens, low, to);
     if (p.format == kFloat32)
       ReadBlock<float>(p, block, b.keys.data(), b.values.data());
     else if (p.format == kBfloat16)
       ReadBlock<uint16_t>(p, block, b.keys.data(), b.values.data());
     else
       ReadBlock<int8_t>(p, block, b.keys.data(), b.values.data());
-    ReduceAll(p, piece, b, Ahead(p, next), num_queries, first);
+    ReduceAll(p, piece, b, sums, Ahead(p, next), sums.peak.size(), 0, first);
   }
+}
+
+// The sums of some consecutive parts of a piece's context.
+Sums AttendParts(const Problem& p, const Piece& piece, int64_t first_part, int64_t end_part) {
+  const int64_t depth = p.depth(), num_queries = piece.num_rows * p.queries_per_kv();
+  const int64_t last = piece.first_position + piece.num_rows;  // One past the last row's position.
+  const int64_t low = p.window ? std::max<int64_t>(0, piece.first_position - p.window + 1) : 0;
+  Buffers b(depth, num_queries);
   for (int64_t query = 0; query < num_queries; ++query)
     for (int64_t d = 0; d < p.head_size; ++d)
-      p.out[index(query) + d] = b.out[query * depth + d] / b.total[query];
+      b.queries[query * depth + d] = p.q[Place(p, piece, query) + d] * p.scale;
+  Sums sums(depth, num_queries);
+  for (int64_t part = first_part; part < end_part; ++part) {
+    const int64_t from = std::max(part * kPart, low / kTokens * kTokens), to = std::min((part + 1) * kPart, last);
+    if (from >= to) continue;
+    Sums later(depth, num_queries);
+    Attend(p, piece, low, from, to, b, later);
+    sums.Add(later);
+  }
+  return sums;
+}
+
+void Write(const Problem& p, const Piece& piece, const Sums& sums) {
+  for (size_t query = 0; query < sums.peak.size(); ++query) {
+    float total = 0.0f;
+    for (int64_t i = 0; i < kWidth; ++i) total += sums.total[query * kWidth + i];
+    for (int64_t d = 0; d < p.head_size; ++d)
+      p.out[Place(p, piece, query) + d] = sums.out[query * sums.depth + d] / total;
+  }
 }
 
 // Every sequence's rows, cut so that enough of them share the reading of a block.
@@ -340,6 +427,26 @@ extern "C" XLA_FFI_Error* JaxserveRaggedPagedAttention(XLA_FFI_CallFrame* frame)
             page_table.dims[1], Data<float>(jaxserve::Result(frame))};
   std::memset(p.out, 0, sizeof(float) * q.dims[0] * q.dims[1] * q.dims[2]);
   const std::vector<Piece> pieces = Pieces(p, page_table.dims[0], sizes[6] != 0);
-  jaxserve::ParallelFor(frame, pieces.size(), [&](int64_t index) { Attend(p, pieces[index]); });
+  const auto num_parts = [](const Piece& piece) { return (piece.first_position + piece.num_rows + kPart - 1) / kPart; };
+  if (static_cast<int64_t>(pieces.size()) >= kManyPieces) {
+    jaxserve::ParallelFor(frame, pieces.size(), [&](int64_t index) {
+      Write(p, pieces[index], AttendParts(p, pieces[index], 0, num_parts(pieces[index])));
+    });
+    return nullptr;
+  }
+  // Too few for all threads to be busy to the end: every part of a context is a job of its own.
+  std::vector<std::pair<size_t, int64_t>> jobs;
+  for (size_t index = 0; index < pieces.size(); ++index)
+    for (int64_t part = 0; part < num_parts(pieces[index]); ++part) jobs.emplace_back(index, part);
+  std::vector<Sums> sums(jobs.size(), Sums(0, 0));
+  jaxserve::ParallelFor(frame, jobs.size(), [&](int64_t job) {
+    const auto [index, part] = jobs[job];
+    sums[job] = AttendParts(p, pieces[index], part, part + 1);
+  });
+  for (size_t job = 0; job < jobs.size(); ++job) {
+    const size_t first = job - jobs[job].second;
+    if (job != first) sums[first].Add(sums[job]);
+    if (job + 1 == jobs.size() || jobs[job + 1].second == 0) Write(p, pieces[jobs[job].first], sums[first]);
+  }
   return nullptr;
 }

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import functools
+import os
+import platform
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +25,9 @@ SHAPES = [
     (5, 64, 97),
     (17, 576, 96),
     (70, 40, 5),
+    (9, 130, 70),
+    (16, 64, 64),
+    (41, 200, 131),
 ]
 """Rows, inputs, outputs: whole tiles, and rests of each."""
 
@@ -52,3 +59,14 @@ def test_shapes_that_disagree_are_named() -> None:
         int8_matmul(jnp.zeros((2, 3), jnp.int8), jnp.zeros((4, 5), jnp.int8), jnp.ones(2), jnp.ones(4))
     with pytest.raises(ValueError, match=r"scales \(2,\) and \(5,\) of rows \(2, 3\) and a matrix \(4, 3\)"):
         int8_matmul(jnp.zeros((2, 3), jnp.int8), jnp.zeros((4, 3), jnp.int8), jnp.ones(2), jnp.ones(5))
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the ways to multiply differ on x86 alone")
+@pytest.mark.parametrize("without", ["-mno-amx-int8", "-mno-avx512f"])
+def test_sums_are_exact_on_lesser_processors(without: str, native_kernels: None) -> None:
+    command = [sys.executable, "-m", "pytest", __file__, "-k", "sums_are_exact_and_scaled and cpu"]
+    done = subprocess.run(
+        command, env=os.environ | {"CXXFLAGS": without}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout
+    assert f"{2 * len(SHAPES)} passed" in done.stdout, done.stdout
