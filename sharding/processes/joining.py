@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import os
 import sys
-from collections.abc import Iterator
 
 import jax
 import numpy as np
@@ -57,6 +55,8 @@ def join(place: ProcessPlace, *, wait_seconds: int = WAIT_SECONDS) -> Job | None
             f"process {place.process_id} has {jax.local_device_count()} CPU devices; in a job of several "
             "processes each has one: leave --xla_force_host_platform_device_count out of XLA_FLAGS"
         )
+    if jax.default_backend() == "cpu":
+        _keep_output()
     _joined.append(_lead(place, wait_seconds) if place.process_id == 0 else _follow(place))
     return _joined[0]
 
@@ -92,19 +92,13 @@ def _broadcast(values: np.ndarray) -> np.ndarray:
     """What process 0 has of it."""
     from jax.experimental.multihost_utils import broadcast_one_to_all
 
-    with _output_kept():
-        return np.asarray(broadcast_one_to_all(values))
+    return np.asarray(broadcast_one_to_all(values))
 
 
-@contextlib.contextmanager
-def _output_kept() -> Iterator[None]:
-    """Gloo says on standard output, where answers belong, that it has connected: have it say so on standard
-    error."""
+def _keep_output() -> None:
+    """Gloo says on standard output, where answers belong, whom it has connected, at any time: what is not
+    Python's goes to standard error from now on."""
     sys.stdout.flush()
-    kept = os.dup(1)
+    own = open(os.dup(1), "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors)  # noqa: SIM115
     os.dup2(2, 1)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 1)
-        os.close(kept)
+    sys.stdout = own
