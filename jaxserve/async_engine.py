@@ -256,6 +256,10 @@ class Engine:
             self._wake.notify()
         return future
 
+    def fail(self, error: Exception) -> None:
+        """Give up: every open stream ends with this, also where the engine hangs; nothing is served after."""
+        self._fail(error)
+
     def close(self) -> None:
         """Abort what is open, stop the thread and wait for it.
 
@@ -355,20 +359,26 @@ class Engine:
                     self._commands.append(self._abort_command(name))
 
     def _fail(self, error: BaseException) -> None:
-        failure = LoopStoppedError(f"the engine was stopped by {error!r}")
-        failure.__cause__ = error
+        failure = _stopped_by(error)
         with self._wake:
+            if self._failure is not None:
+                return
             self._failure = failure
             subscribers = list(self._subscribers.values())
             self._subscribers.clear()
             questions, self._questions = self._questions, set()
         for question in questions:
             if not question.done():
-                question.set_exception(LoopStoppedError(str(failure)))
+                question.set_exception(_stopped_by(error))
         for subscriber in subscribers:
-            own = LoopStoppedError(str(failure))  # An exception raised in several tasks must not be shared.
-            own.__cause__ = error
+            own = _stopped_by(error)  # An exception raised in several tasks must not be shared.
             self._post(subscriber.event_loop, [(subscriber.queue, own)])
+
+
+def _stopped_by(error: BaseException) -> LoopStoppedError:
+    failure = LoopStoppedError(f"the engine was stopped by {error!r}")
+    failure.__cause__ = error
+    return failure
 
 
 def _put_all(batch: list[tuple[asyncio.Queue[_Item], _Item]]) -> None:

@@ -59,6 +59,9 @@ class LLM:
     ) -> None:
         """Find, load and compile a model.
 
+        In a job of several processes (`sharding.processes.join`) every one calls this; those after the first
+        do not return from it, and raise SystemExit when the first has ended.
+
         Args:
             model: a catalogue name (`smollm2-135m`), a folder in Hugging Face layout, a `.gguf` file, a
                 hub id (`owner/name`), or what `open_model` returned.

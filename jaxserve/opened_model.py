@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 from jaxserve.async_engine import Engine
 from jaxserve.cache_identity import cache_identity
 from jaxserve.config import EngineConfig, LogprobsMode
+from jaxserve.device_loss import DeviceLostError
 from jaxserve.host_pages import page_swap
 from jaxserve.interrupts import interrupts_kept
 from jaxserve.loop import HostLoop
@@ -289,4 +290,15 @@ def start_engine(
         model = open_model(model, progress=progress)
     engine = model.build_engine(options, progress=progress)
     loop = loop_of(model, engine, options, overlap=overlap, prefix_caching=prefix_caching, policy=policy)
-    return Engine(loop)
+    return start_loop(loop)
+
+
+def start_loop(loop: HostLoop) -> Engine:
+    """A loop on a thread of its own, whose streams end too where it waits for a process that is lost."""
+    from sharding.processes import current_job
+
+    engine = Engine(loop)
+    job = current_job()
+    if job is not None:
+        job.when_lost(lambda loss: engine.fail(DeviceLostError(str(loss))))
+    return engine

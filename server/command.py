@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from jaxserve.commands.command import add_verbose_argument, say, shows_status
 from jaxserve.commands.options import add_engine_arguments, read_engine_settings
+from jaxserve.commands.processes import add_process_arguments, follows, join_processes
 from jaxserve.interrupts import interrupts_deferred
 from server.route_arguments import RouteArguments, read_routes
 from server.telemetry_arguments import add_telemetry_arguments, read_outlets, read_statistics
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from server.core import Routes
     from server.core.tls import TlsFiles
     from server.process import Door
+    from sharding.processes import Job
 
 DEFAULT_GRPC_PORT = 50051
 TOOL_PARSERS = ("auto", "none", "hermes", "llama3", "mistral")
@@ -135,6 +137,7 @@ class Serve:
         add_telemetry_arguments(parser)
         add_verbose_argument(parser)
         add_engine_arguments(parser)
+        add_process_arguments(parser)
 
     def run(self, args: argparse.Namespace) -> int:
         if any(find_spec(package) is None for package in _PACKAGES):
@@ -144,7 +147,11 @@ class Serve:
             raise ValueError(f"--drain-seconds {args.drain_seconds} is not a number from 0 up")
         if args.allow_origin and args.http_port is None:
             raise ValueError("--allow-origin is about HTTP: it needs --http-port")
-        return _serve(args, access, read_route_arguments(args))
+        routes = read_route_arguments(args)
+        job = join_processes(args)
+        if job is not None and len(routes) > 1:
+            raise ValueError(f"{len(routes)} routes with {job.place.num_processes} processes: they serve one")
+        return _follow(args, routes) if follows(job) else _serve(args, access, routes, job)
 
 
 def add_answer_arguments(parser: argparse.ArgumentParser) -> None:
@@ -202,7 +209,18 @@ def read_access(args: argparse.Namespace) -> Access:
     return Access(host=args.host, tls=tls, tokens=None if args.tokens is None else read_tokens(args.tokens))
 
 
-def _serve(args: argparse.Namespace, access: Access, declared: Sequence[RouteArguments]) -> int:
+def _follow(args: argparse.Namespace, declared: Sequence[RouteArguments]) -> int:
+    """Load what the leader loads, and do as it says until it ends."""
+    from server.loading import ModelLoader
+
+    for _ in ModelLoader(declared, read_statistics(args), progress=False):
+        raise AssertionError("a process that follows serves nothing itself")
+    return 0
+
+
+def _serve(
+    args: argparse.Namespace, access: Access, declared: Sequence[RouteArguments], job: Job | None
+) -> int:
     with interrupts_deferred():  # An extension module that is broken off in the middle may crash.
         import server.grpc_server
         import server.http_door  # noqa: F401
@@ -238,13 +256,13 @@ def _serve(args: argparse.Namespace, access: Access, declared: Sequence[RouteArg
 
     with closing(outlets):
         status = asyncio.run(main())
-    if loader.running:
+    if loader.running or (job is not None and status):
         _leave_at_once(status)
     return status
 
 
 def _leave_at_once(status: int) -> None:
-    """End the process over a thread that loads or compiles, which nothing else would interrupt."""
+    """End the process over a thread that loads or compiles, or waits for a process that is gone."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

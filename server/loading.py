@@ -78,9 +78,8 @@ class ModelLoader:
     def _load(self) -> Iterator[Service]:
         import jax
 
-        from jaxserve.async_engine import Engine
         from jaxserve.engine.compile_cache import compile_counter
-        from jaxserve.opened_model import loop_of
+        from jaxserve.opened_model import loop_of, start_loop
 
         platform = jax.default_backend()
         for one in self._plan(platform):
@@ -100,7 +99,7 @@ class ModelLoader:
             yield Service(
                 identity,
                 one.model.tokenizer,
-                Engine(loop),
+                start_loop(loop),
                 sampling_defaults=one.sampling_defaults,
                 statistics=self._statistics_of(one.policy),
             )

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Protocol
 
+from jaxserve.device_loss import DeviceLostError
 from server.core import Routes, Service
 
 FAILED = 1
@@ -53,7 +54,8 @@ async def serve(
     The doors are open at once, and each route answers from when its service is there. SIGTERM or SIGINT
     drains: new requests are refused as UNAVAILABLE, open ones have `drain_seconds` to end, the status is 0,
     or 130 for a SIGINT before all was loaded. A second signal stops at once with 130. A failure of an engine
-    ends its streams as INTERNAL and drains the other routes, with status 1.
+    ends its streams as INTERNAL and drains the other routes, with status 1; so does the loss of a process
+    that has some of its devices, but as UNAVAILABLE.
 
     Args:
         routes: what is served. The engines are closed at the end, unless one has failed or is not waited for.
@@ -87,6 +89,8 @@ async def serve(
         at_once = signals.second.is_set()
         await asyncio.gather(*(door.stop(0 if at_once else _LAST_WORDS) for door in opened))
         signals.restore()
+    if isinstance(routes.failure, DeviceLostError):
+        return FAILED  # The job has said it.
     if routes.failure is not None:
         _log.error("the engine has failed", exc_info=routes.failure)
         return FAILED

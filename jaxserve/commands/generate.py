@@ -16,6 +16,7 @@ from jaxserve.commands.options import (
     read_engine_settings,
     read_sampling,
 )
+from jaxserve.commands.processes import add_process_arguments, follows, join_processes
 from jaxserve.interrupts import interrupts_deferred
 
 if TYPE_CHECKING:
@@ -50,12 +51,14 @@ class Generate:
         add_verbose_argument(parser)
         add_sampling_arguments(parser, max_tokens=256, temperature=0.0, top_p=1.0)
         add_engine_arguments(parser)
+        add_process_arguments(parser)
 
     def run(self, args: argparse.Namespace) -> int:
         if args.logprobs is not None and not args.json:
             raise ValueError("--logprobs needs --json")
         params = read_sampling(args, n=args.n, logprobs=args.logprobs)
-        text = _read_prompt(args)
+        job = join_processes(args)
+        text = "" if follows(job) else _read_prompt(args)
         started = time.monotonic()
         with loading(args):
             from jaxserve.opened_model import open_model

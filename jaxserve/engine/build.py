@@ -20,6 +20,7 @@ from jaxserve.engine.mesh import num_pools, resolve_mesh, spread_model
 from jaxserve.engine.options import EngineOptions
 from jaxserve.engine.parameters import place_parameters
 from jaxserve.engine.pool_size import resolve_pages
+from jaxserve.engine.processes import join_engine
 from jaxserve.engine.programs import compile_programs
 from jaxserve.engine.state import MAX_EOS_IDS
 from jaxserve.model.cache import page_layouts
@@ -53,6 +54,9 @@ def build_engine(
 ) -> DeviceEngine:
     """Load a model and compile its steps.
 
+    In a job of several processes every one calls this. It returns in the first when all are ready; the others
+    run what that runs, and end with it: see `jaxserve.engine.processes`.
+
     Args:
         checkpoint: the model.
         options: how it runs.
@@ -73,7 +77,7 @@ def build_engine(
             target=local_target(),
             on_progress=lambda done, total: on_progress("compile", done, total),
         )
-        return DeviceEngine(config, loaded.result(), programs)
+        return join_engine(config, loaded.result(), programs, checkpoint.fingerprint)
 
 
 def _load_all(
@@ -139,7 +143,12 @@ def configure(
         )
 
     free = functools.partial(free_memory, platform)
-    axes = resolve_mesh(options.mesh, model, num_devices, platform, lambda: free(num_devices), own_weights)
+    num_processes = jax.process_count()
+    axes = resolve_mesh(
+        options.mesh, model, num_devices, platform, lambda: free(num_devices), own_weights, num_processes
+    )
+    if num_processes > 1 and options.host_kv_memory is not None:
+        raise ValueError(f"host_kv_memory with {num_processes} processes: it works in a single one")
     if draft is not None and mesh_size(axes) > 1:
         raise ValueError(
             f"speculative {options.speculative!r} on {mesh_size(axes)} devices ({mesh_name(axes)}): "

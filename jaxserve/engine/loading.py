@@ -13,10 +13,10 @@ from jax.sharding import Mesh
 
 from jaxserve.config import EngineConfig, FloatFormat, ModelConfig
 from jaxserve.engine.parameters import Named, as_weights, quantised
-from jaxserve.engine.placement import restored_place, to_shards
+from jaxserve.engine.placement import own_region, restored_place, to_shards
 from jaxserve.model.parameters import model_parameters
 from jaxserve.quantization import STORED, Recipe, recipe_in_force
-from jaxserve.weights import AnyCheckpoint, Checkpoint, ConvertedCheckpoint, StoredWeights
+from jaxserve.weights import AnyCheckpoint, Checkpoint, ConvertedCheckpoint, RegionOf, StoredWeights
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +85,10 @@ def named_parameters(checkpoint: AnyCheckpoint, config: EngineConfig, mesh: Mesh
     if checkpoint.stored:
         log_conversion(checkpoint.stored, recipe, config.compute_format)
     spread = functools.partial(to_shards, model=config.model, mesh=mesh)
-    return read_parameters(checkpoint, recipe, config.compute_format, spread)
+    if mesh is None:
+        return read_parameters(checkpoint, recipe, config.compute_format, spread)
+    region_of = functools.partial(own_region, infos=dict(model_parameters(config.model)), mesh=mesh)
+    return read_parameters(checkpoint, recipe, config.compute_format, spread, region_of)
 
 
 def reported(named: Named, model: ModelConfig, on_progress: Callable[[int, int], None]) -> Named:
@@ -101,6 +104,7 @@ def read_parameters(
     recipe: Recipe | None,
     compute_format: FloatFormat,
     spread: Callable[[Plain], Plain] = lambda named: named,
+    region_of: RegionOf = lambda name, shape: None,
 ) -> Named:
     """The parameters of a checkpoint, in the formats of its own recipe, of another one, or of none.
 
@@ -109,12 +113,13 @@ def read_parameters(
         recipe: gives parameters their formats; rounds them to these if it is not the checkpoint's own.
         compute_format: of the parameters that it leaves alone.
         spread: brings arrays to where they are to be rounded.
+        region_of: the part that is needed here of those that are not kept as they are stored; None for all.
     """
     if recipe is None:
-        return checkpoint.read(compute_format)
+        return checkpoint.read(compute_format, region_of)
     if checkpoint.stored and recipe == checkpoint.stored.recipe:
         return as_weights(checkpoint.read_stored(compute_format))
-    return quantised(spread(checkpoint.read("float32")), checkpoint.config, recipe, compute_format)
+    return quantised(spread(checkpoint.read("float32", region_of)), checkpoint.config, recipe, compute_format)
 
 
 def log_conversion(stored: StoredWeights, recipe: Recipe | None, compute_format: FloatFormat) -> None:

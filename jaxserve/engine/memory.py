@@ -15,6 +15,7 @@ from jaxserve.engine.parameters import abstract_parameters
 from jaxserve.model.transformer import LayerLoop
 from jaxserve.quantization import Recipe
 from sharding import MeshAxes
+from sharding.processes import smallest_of_all
 
 CPU_KV_MEMORY = 2**30
 DEVICE_MEMORY_SHARE = 0.9
@@ -51,14 +52,19 @@ def free_for_pages(memory_bytes: int, weights: int) -> int:
 
 
 def free_memory(platform: str, num_devices: int) -> int:
-    """Bytes that are free on each of the first devices. Raises ValueError for those that do not tell."""
+    """Bytes that are free on each of the first devices, those of other processes too, which all ask then.
+
+    Raises ValueError for devices that do not tell.
+    """
     free: list[int] = []
     for device in jax.devices()[:num_devices]:
+        if device.process_index != jax.process_index():
+            continue
         stats = device.memory_stats()
         if not stats or "bytes_limit" not in stats:
             raise ValueError(f"the {platform} device does not tell its memory: give kv_memory")
         free.append(stats["bytes_limit"] - stats["bytes_in_use"])
-    return min(free)
+    return smallest_of_all(min(free))
 
 
 def default_pool(platform: str) -> int:

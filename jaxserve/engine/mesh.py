@@ -57,6 +57,7 @@ def resolve_mesh(
     platform: str,
     memory_bytes: Callable[[], int],
     weight_bytes: Callable[[MeshAxes], int],
+    num_processes: int = 1,
 ) -> MeshAxes:
     """The axes of the mesh that an option stands for.
 
@@ -66,9 +67,12 @@ def resolve_mesh(
         num_devices: that there are, of this `platform`.
         memory_bytes: of each, what is free for weights and pages; not asked where they share one memory.
         weight_bytes: of one device of a mesh.
+        num_processes: that have the devices, and take part with all of them.
 
     Raises ValueError, naming the axis and the sizes, for one that the model or the devices do not allow.
     """
+    if num_processes > 1:
+        return _spanning(option, model, num_devices, num_processes)
     if option is None:
         return ()
     if option != AUTO:
@@ -81,6 +85,26 @@ def resolve_mesh(
         logger.info("mesh auto: one device, since %s", why)
         return ()
     return _choose(model, num_devices, memory_bytes(), weight_bytes)
+
+
+def _spanning(option: str | None, model: ModelConfig, num_devices: int, num_processes: int) -> MeshAxes:
+    """A mesh of all devices of several processes, none of which may stand by."""
+    whole = f"the {num_devices} devices of {num_processes} processes"
+    if option is None:
+        raise ValueError(f"no mesh is named for {whole}: expected auto, or axes that take them all")
+    if option == AUTO:
+        axes = next((axes for axes in _legal(model, num_devices) if mesh_size(axes) == num_devices), None)
+        if axes is None:
+            raise ValueError(f"mesh auto: the model cannot be cut into as many parts as {whole}")
+        logger.info("mesh auto: %s, which takes %s", mesh_name(axes), whole)
+        return axes
+    axes = parse_mesh(option)
+    if "pipe" in dict(axes):
+        raise ValueError(f"mesh {mesh_name(axes)}: stages are for one process; {whole} take tensor and expert")
+    spread_model(model, axes)
+    if mesh_size(axes) != num_devices:
+        raise ValueError(f"mesh {mesh_name(axes)} takes {mesh_size(axes)} devices; it must take {whole}")
+    return axes
 
 
 def _choose(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -39,6 +39,33 @@ def to_shards(
     infos = dict(model_parameters(model))
     for name, parameter in named:
         yield name, _on_mesh(name, parameter, infos[name], _home(name, model, mesh))
+
+
+def own_region(
+    name: str, shape: tuple[int, ...], infos: Mapping[str, ParameterInfo], mesh: Mesh
+) -> tuple[slice, ...] | None:
+    """The part of a parameter that the devices of this process have of it; None for all.
+
+    Args:
+        name: of the parameter.
+        shape: as the checkpoint has it.
+        infos: of all parameters, as the mesh has them.
+        mesh: the devices.
+    """
+    info = infos[name]
+    if info.shape != shape:  # Heads are repeated, from all that there are.
+        return None
+    place = weight_shardings(jax.ShapeDtypeStruct(shape, np.float32), info, mesh)
+    parts = [
+        [range(size)[cut] for size, cut in zip(shape, index, strict=True)]
+        for index in place.addressable_devices_indices_map(shape).values()
+    ]
+    region = tuple(
+        slice(min(part.start for part in along), max(part.stop for part in along))
+        for along in zip(*parts, strict=True)
+    )
+    whole = all(cut == slice(0, size) for cut, size in zip(region, shape, strict=True))
+    return None if whole else region
 
 
 def restored_place(

@@ -22,7 +22,7 @@ from jaxserve.engine.iterations import run_iterations
 from jaxserve.engine.ladder import chunk_shapes, decode_shapes, read_widths
 from jaxserve.engine.page_moves import PageProgram, compile_page_programs
 from jaxserve.engine.parameters import abstract_parameters
-from jaxserve.engine.shardings import everywhere, placed, shardings_of, state_shardings
+from jaxserve.engine.shardings import fed, from_host, placed, shardings_of, state_shardings
 from jaxserve.engine.slots import (
     PackedLoad,
     copy_pages,
@@ -97,8 +97,8 @@ class AbstractEngine:
         """The step of a plan's form."""
         mesh = self.transformer.mesh
         run, counts = (run_step, ()) if form.max_iterations == 1 else (run_iterations, (np.int32(1),))
-        step = functools.partial(run, self.transformer, form)
-        given = everywhere((form.pack(StepPlan.of((), (), form.shape)), *counts), mesh)
+        step = fed(functools.partial(run, self.transformer, form), 2, mesh)
+        given = from_host((form.pack(StepPlan.of((), (), form.shape)), *counts), mesh)
         jitted = jax.jit(step, donate_argnums=1, out_shardings=_places(self.state, mesh))
         return jitted.lower(self.params, self.state, *given)
 
@@ -204,8 +204,8 @@ def _compile_slot_programs(config: EngineConfig, state: DeviceState, mesh: Mesh 
 
     def compiled(program: Callable[..., DeviceState], *examples: object) -> Callable[..., DeviceState]:
         places = None if mesh is None else shardings_of(state)
-        jitted = jax.jit(program, donate_argnums=0, out_shardings=places)
-        return jitted.lower(state, *everywhere(examples, mesh)).compile()
+        jitted = jax.jit(fed(program, 1, mesh), donate_argnums=0, out_shardings=places)
+        return jitted.lower(state, *from_host(examples, mesh)).compile()
 
     def masks(width: int) -> tuple[np.ndarray, ...]:
         words = mask_words(config.model.vocab_size)

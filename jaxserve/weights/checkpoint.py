@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,11 @@ _DTYPES: Mapping[FloatFormat, Any] = {"float32": np.float32, "bfloat16": ml_dtyp
 _REDUNDANT = re.compile(r".*rotary_emb\.inv_freq")
 # Some tools store the head of a tied model too. The config decides, as in transformers: it is not read.
 _TIED_HEAD = "lm_head.weight"
+
+Region = tuple[slice, ...]
+"""A part of an array, for each axis from where to where."""
+RegionOf = Callable[[str, tuple[int, ...]], Region | None]
+"""The part that is needed of a parameter with this name and shape; None for all."""
 
 _SAMPLED_TENSORS = 64
 _SAMPLE_BYTES = 256
@@ -64,19 +69,24 @@ class Checkpoint:
         )
         return "bfloat16" if all(tensor.encoding.name == "BF16" for tensor in matrices) else "float32"
 
-    def read(self, compute_format: FloatFormat) -> Iterator[tuple[str, np.ndarray]]:
+    def read(
+        self, compute_format: FloatFormat, region_of: RegionOf = lambda name, shape: None
+    ) -> Iterator[tuple[str, np.ndarray]]:
         """The parameters of `model_parameters(config)`, in its order and shapes, as they are asked for.
 
         Each is a new C-contiguous array of the compute format, or of float32 where the declaration keeps
         full precision; those that are quantised are widened. One is in memory at a time, apart from those
-        that the caller keeps.
+        that the caller keeps. Of one for which `region_of` names a part, from its name and shape, only that
+        is read, as far as rows allow: the rest is undefined, and takes no memory where it is large.
 
         Raises ValueError for an unknown format, where a file has become shorter since it was opened, and
         where the numbers of quantised tensors contradict the config.
         """
         dtype = _dtype(compute_format)
         infos = model_parameters(self.config)
-        return ((name, self._read_plain(name, info, dtype)) for name, info in infos)
+        return (
+            (name, self._read_plain(name, info, dtype, region_of(name, info.shape))) for name, info in infos
+        )
 
     def read_stored(self, compute_format: FloatFormat) -> Iterator[tuple[str, np.ndarray | StoredMatrix]]:
         """The same, but parameters that a format holds exactly are in it: those of `stored.formats`."""
@@ -90,9 +100,12 @@ class Checkpoint:
 
         return ((name, read(name, info)) for name, info in model_parameters(self.config))
 
-    def _read_plain(self, name: str, info: ParameterInfo, dtype: np.dtype[Any]) -> np.ndarray:
+    def _read_plain(
+        self, name: str, info: ParameterInfo, dtype: np.dtype[Any], region: Region | None = None
+    ) -> np.ndarray:
         parameter = np.empty(info.shape, np.float32 if info.full_precision else dtype)
-        read_widened(parameter, self._sources[name])
+        wanted = None if region is None else _inside(info.shape, region)
+        read_widened(parameter, self._sources[name], wanted)
         if self._naming.norm_offset and name.endswith("norm"):
             parameter += self._naming.norm_offset
         return parameter
@@ -119,6 +132,17 @@ def open_checkpoint(path: Path) -> Checkpoint:
     stored = stored_weights(config, sources, quantised)
     fingerprint = _fingerprint(config, tensors, quantised)
     return Checkpoint(path, config, metadata, fingerprint, stored, naming, sources)
+
+
+def _inside(shape: tuple[int, ...], region: Region) -> np.ndarray:
+    """Of an array of this shape, which elements lie in a region; as large as the axes that are cut."""
+    inside = np.ones((1,) * len(shape), np.bool_)
+    for axis, (size, cut) in enumerate(zip(shape, region, strict=True)):
+        if range(size)[cut] != range(size):
+            along = np.zeros(size, np.bool_)
+            along[cut] = True
+            inside = inside & along.reshape(-1, *(1,) * (len(shape) - axis - 1))
+    return np.broadcast_to(inside, shape)
 
 
 def _dtype(compute_format: FloatFormat) -> np.dtype[Any]:

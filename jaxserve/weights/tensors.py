@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from io import FileIO
@@ -104,24 +105,54 @@ class StoredTensor:
             file.seek(self.offset)
             return self._read_bytes(file, self.num_bytes)
 
-    def read_into(self, view: np.ndarray) -> None:
-        """Reads all elements, in stored order, into a view of as many; it may be strided, of any type.
+    def read_into(self, view: np.ndarray, wanted: np.ndarray | None = None) -> None:
+        """Reads elements, in stored order, into a view of as many as there are, strided or not, of any type.
+
+        Args:
+            view: where they go.
+            wanted: bool of its shape, which of them must be there then; others are left out as far as rows
+                and blocks allow, in the file and in the view. By default all.
 
         The file is read, not mapped: pages of a mapping would count as resident beside the parameters.
         """
         with FileIO(self.file) as file:
             file.seek(self.offset)
-            self._read_slabs(file, view)
+            self._read_slabs(file, view, wanted)
 
-    def _read_slabs(self, file: FileIO, view: np.ndarray) -> None:
+    def _read_slabs(self, file: FileIO, view: np.ndarray, wanted: np.ndarray | None) -> None:
         """Cuts a view along its first axis until the pieces are slabs; their file order is the view's."""
+        if wanted is not None and not wanted.any():
+            self._skip(file, view.size)
+            return
+        if wanted is not None and not wanted.all():
+            self._read_wanted(file, view, wanted)
+            return
         if view.size <= _SLAB or view.ndim == 1:
             view[...] = self._read_elements(file, view.size).reshape(view.shape)
             return
         rows = max(1, _SLAB * len(view) // view.size)
         for first in range(0, len(view), rows):
             piece = view[first : first + rows]
-            self._read_slabs(file, piece[0] if len(piece) == 1 else piece)
+            self._read_slabs(file, piece[0] if len(piece) == 1 else piece, None)
+
+    def _read_wanted(self, file: FileIO, view: np.ndarray, wanted: np.ndarray) -> None:
+        """A view of which a part is wanted: whole rows, or of a single one what lies between the ends."""
+        block = self.encoding.block_size
+        if view.ndim > 1 and view[0].size % block == 0:
+            for row, of_row in zip(view, wanted, strict=True):
+                self._read_slabs(file, row, of_row)
+            return
+        if view.ndim > 1:
+            view[...] = self._read_elements(file, view.size).reshape(view.shape)
+            return
+        places = np.flatnonzero(wanted)
+        first, end = places[0] // block * block, -(-(places[-1] + 1) // block) * block
+        self._skip(file, first)
+        view[first:end] = self._read_elements(file, end - first)
+        self._skip(file, view.size - end)
+
+    def _skip(self, file: FileIO, count: int) -> None:
+        file.seek(int(count) // self.encoding.block_size * self.encoding.block_bytes, os.SEEK_CUR)
 
     def _read_elements(self, file: FileIO, count: int) -> np.ndarray:
         return self.encoding.decode(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 
+from jaxserve.device_loss import DeviceLostError
 from jaxserve.loop import LoopStoppedError
 from jaxserve.structured import CheckLostError
 
@@ -73,15 +74,17 @@ def deadline_passed() -> ServiceError:
     return ServiceError(Status.DEADLINE_EXCEEDED, "the deadline has passed before the answer's end")
 
 
-def engine_failed() -> ServiceError:
+def engine_failed(cause: BaseException | None) -> ServiceError:
     """What clients are told when the engine has stopped; the log has the cause."""
+    if isinstance(cause, DeviceLostError):
+        return ServiceError(Status.UNAVAILABLE, f"the engine serves nothing any more: {cause}")
     return ServiceError(Status.INTERNAL, "the engine has failed and serves nothing any more")
 
 
 def from_engine(error: LoopStoppedError | CheckLostError | ValueError) -> ServiceError:
     """What a client is told whose request the engine does not take, or no longer."""
     if isinstance(error, LoopStoppedError):
-        return engine_failed()
+        return engine_failed(error.__cause__)
     if isinstance(error, CheckLostError):
         return ServiceError(Status.UNAVAILABLE, str(error), RETRY_SECONDS)
     return ServiceError(Status.INVALID_ARGUMENT, str(error))

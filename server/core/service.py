@@ -214,7 +214,7 @@ class Service:
         while self._open and self.engine.failure is None and time.monotonic() < limit:
             # Polled, as a stream may also end by being dropped, which the collector sees on any thread.
             await asyncio.sleep(_DRAIN_POLL)
-        if self.engine.failure is not None:  # Its streams end by themselves, as INTERNAL.
+        if self.engine.failure is not None:  # Its streams end by themselves.
             return False
         left = list(self._open.values())
         for generation in left:
@@ -269,7 +269,7 @@ class Service:
         if self._draining:
             raise ServiceError(Status.UNAVAILABLE, "the server is shutting down and takes no new requests")
         if self.engine.failure is not None:
-            raise engine_failed()
+            raise engine_failed(self.engine.failure)
 
     def _check_room(self, terms: ServiceTerms) -> None:
         """Raise ServiceError where a request is one too many, before its text and grammar cost anything."""
@@ -349,7 +349,7 @@ async def _answer(ask: Callable[..., Future[_T]], *arguments: object) -> _T:
     try:
         return await asyncio.wrap_future(ask(*arguments))
     except LoopStoppedError as error:
-        raise engine_failed() from error
+        raise engine_failed(error.__cause__) from error
 
 
 def _expire(reference: weakref.ref[Generation]) -> None:

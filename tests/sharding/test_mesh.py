@@ -131,3 +131,30 @@ def test_auto_on_a_cpu_is_one_device_since_more_gain_nothing(caplog: pytest.LogC
     with caplog.at_level(logging.INFO, "jaxserve"):
         assert resolve_mesh("auto", MODEL, 8, "cpu", lambda: 0, lambda axes: 0) == ()
     assert "share its memory" in caplog.text
+
+
+def spanning(option: str | None, model: ModelConfig, num_devices: int) -> str:
+    """The mesh of a job of two processes."""
+    return mesh_name(resolve_mesh(option, model, num_devices, "cpu", lambda: 0, lambda axes: 0, 2))
+
+
+def test_a_job_of_several_processes_takes_all_of_their_devices() -> None:
+    assert spanning("tensor=4", DENSE, 4) == "tensor=4"
+    assert spanning("auto", DENSE, 2) == "tensor=2"
+
+
+@pytest.mark.parametrize(
+    ("option", "num_devices", "message"),
+    [
+        (None, 4, "no mesh is named for the 4 devices of 2 processes"),
+        ("tensor=2", 4, "tensor=2 takes 2 devices; it must take the 4 devices of 2 processes"),
+        ("tensor=8", 4, "tensor=8 takes 8 devices; it must take the 4 devices"),
+        ("tensor=2,pipe=2", 4, "tensor=2,pipe=2: stages are for one process; the 4 devices of 2 processes take"),
+        ("auto", 7, "cannot be cut into as many parts as the 7 devices"),
+    ],
+)
+def test_a_mesh_that_leaves_a_process_out_is_refused(
+    option: str | None, num_devices: int, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        spanning(option, DENSE, num_devices)

@@ -88,14 +88,18 @@ def _numbers(source: StoredTensor | StoredModule) -> Numbers:
     return matrix.values, matrix.scales, matrix.zeros
 
 
-def read_widened(parameter: np.ndarray, sources: Sequence[Source]) -> None:
-    """Fill an array of a parameter's shape with its numbers, whatever they are stored as."""
+def read_widened(parameter: np.ndarray, sources: Sequence[Source], wanted: np.ndarray | None = None) -> None:
+    """Fill an array of a parameter's shape with its numbers, whatever they are stored as.
+
+    `wanted`, of the same shape, says which must be there then, by default all; plain tensors are read no
+    further.
+    """
     for part, source in sources:
         view = part.place(parameter)
         if isinstance(source, StoredModule):
             _fill(view, source.read().widened())
         else:
-            source.read_into(view)
+            source.read_into(view, None if wanted is None else part.place(wanted))
 
 
 def _fill(view: np.ndarray, array: np.ndarray) -> None:

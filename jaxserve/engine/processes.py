@@ -1,0 +1,196 @@
+"""An engine whose mesh spans the processes of a job: one leads, the others run what it runs.
+
+Whatever the host gives to a program is the leader's part of an array that has one for every device; the
+program itself sums the parts, of which the others are zeros. So followers are told nothing but a program's
+number.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import queue
+import signal
+import threading
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxserve.config import EngineConfig
+from jaxserve.device_loss import DeviceLostError
+from jaxserve.engine.engine import DeviceEngine
+from jaxserve.engine.programs import Programs, SlotPrograms, make_spread_state
+from jaxserve.model.transformer import Params
+from jaxserve.plan import StepHandle, StepPlan, StepResult
+from jaxserve.version import __version__
+from sharding import make_mesh
+from sharding.processes import FollowingJob, LeadingJob, current_job
+
+Program = Callable[..., Any]
+
+
+def join_engine(config: EngineConfig, params: Params, programs: Programs, fingerprint: str) -> DeviceEngine:
+    """An engine of the processes of this job, once all are ready; a plain one where there is no job.
+
+    Args:
+        config: what the programs were compiled for.
+        params: the model's parameters on the devices.
+        programs: from `compile_programs`.
+        fingerprint: of the model.
+
+    Does not return in a process that follows: raises SystemExit when the leader has ended. Raises ValueError
+    where processes differ in what they must have in common.
+    """
+    job = current_job()
+    if job is None:
+        return DeviceEngine(config, params, programs)
+    mesh = make_mesh(config.mesh)
+    assert mesh is not None, "it spans the devices of all processes"
+    facts = {
+        "jaxserve": __version__,
+        "jax": jax.__version__,
+        "the model": fingerprint,
+        "the engine": hashlib.sha256(repr(config).encode()).hexdigest()[:12],
+        "the kernels": str(sorted(programs.kernels.items())),
+    }
+    if isinstance(job, LeadingJob):
+        job.wait_ready(facts)
+        return LeadingEngine(config, params, _announced(programs, mesh, job), job)
+    assert isinstance(job, FollowingJob), "it leads or follows"
+    state = make_spread_state(config)
+    job.ready(facts)
+    _follow(job, params, state, programs, mesh)
+    raise SystemExit(0)
+
+
+class LeadingEngine(DeviceEngine):
+    """The engine as process 0 has it."""
+
+    def __init__(self, config: EngineConfig, params: Params, programs: Programs, job: LeadingJob) -> None:
+        super().__init__(config, params, programs)
+        self._job = job
+
+    def dispatch(self, plan: StepPlan) -> StepHandle:
+        """As any engine's. Raises DeviceLostError if a process is lost."""
+        try:
+            return super().dispatch(plan)
+        except jax.errors.JaxRuntimeError as error:
+            raise self._reason(error) from error
+
+    def collect(self, handle: StepHandle) -> StepResult:
+        """As any engine's. Raises DeviceLostError if a process is lost."""
+        try:
+            result = super().collect(handle)
+        except jax.errors.JaxRuntimeError as error:
+            raise self._reason(error) from error
+        self._job.compare(_checksum(handle.device_result))
+        return result
+
+    def _reason(self, error: Exception) -> Exception:
+        """Why a call failed: often another process's end, of which the link tells a little later."""
+        verdict = self._job.verdict(error)
+        return verdict if verdict is error else DeviceLostError(str(verdict))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Numbered:
+    """A program that all processes run, and what it takes."""
+
+    run: Any
+    """Compiled."""
+    num_own: int
+    """Of its arguments, how many lie on the devices (parameters and state); others come from the host."""
+
+    @property
+    def is_step(self) -> bool:
+        return self.num_own == 2
+
+    def blank(self, mesh: Mesh) -> tuple[Any, ...]:
+        """Arguments of a process that has none to give."""
+        infos = self.run.args_info[0][self.num_own :]
+        return jax.tree.map(lambda info: _parts(None, info.shape[1:], info.dtype, mesh), infos)
+
+
+def _numbered(programs: Programs) -> Iterator[_Numbered]:
+    """Every program, in an order that all processes have in common."""
+    slots = programs.slots
+    yield _Numbered(slots.load_slot, 1)
+    yield _Numbered(slots.copy_pages, 1)
+    for width in sorted(slots.load_masks):
+        yield _Numbered(slots.load_masks[width], 1)
+    for step in (*programs.steps.values(), *programs.iterated.values()):
+        yield _Numbered(step.run, 2)
+
+
+def _announced(programs: Programs, mesh: Mesh, job: LeadingJob) -> Programs:
+    """The programs for the leader to call: each has the followers run it too."""
+
+    def announced(number: int, program: _Numbered) -> Program:
+        def call(*arguments: Any) -> Any:
+            own, given = arguments[: program.num_own], arguments[program.num_own :]
+            spread = jax.tree.map(lambda x: _parts(x, np.shape(x), x.dtype, mesh), given)
+            job.run(number)
+            return program.run(*own, *spread)
+
+        return call
+
+    calls = iter([announced(number, program) for number, program in enumerate(_numbered(programs))])
+    slots = SlotPrograms(
+        load_slot=next(calls),
+        copy_pages=next(calls),
+        load_masks={width: next(calls) for width in sorted(programs.slots.load_masks)},
+    )
+    steps, iterated = (
+        {shape: dataclasses.replace(step, run=next(calls)) for shape, step in group.items()}
+        for group in (programs.steps, programs.iterated)
+    )
+    return dataclasses.replace(programs, slots=slots, steps=steps, iterated=iterated)
+
+
+def _parts(value: Any, shape: tuple[int, ...], dtype: Any, mesh: Mesh) -> jax.Array:
+    """An array with a part for each device: `value` on the first one here, zeros on the others."""
+    place = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+    blank = np.zeros((1, *shape), dtype)
+    first = blank if value is None else np.asarray(value)[None]
+    shards = [
+        jax.device_put(blank if number else first, device) for number, device in enumerate(mesh.local_devices)
+    ]
+    return jax.make_array_from_single_device_arrays((mesh.size, *shape), place, shards)
+
+
+def _follow(job: FollowingJob, params: Params, state: Any, programs: Programs, mesh: Mesh) -> None:
+    """Run what the leader runs, until it ends."""
+    table = [(program, program.blank(mesh)) for program in _numbered(programs)]
+    results: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    threading.Thread(target=_report, args=(job, results), name="jaxserve-results", daemon=True).start()
+    if threading.current_thread() is threading.main_thread():
+        # Who stops all processes at once wants the leader to let requests end: it takes the others along.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+    while (number := job.next_program()) is not None:
+        program, blank = table[number]
+        try:
+            if program.is_step:
+                state, result = program.run(params, state, *blank)
+                results.put(result)
+            else:
+                state = program.run(state, *blank)
+        except jax.errors.JaxRuntimeError as error:
+            job.fail(error)
+
+
+def _report(job: FollowingJob, results: queue.SimpleQueue[Any]) -> None:
+    """Tell the leader of every result, as it is there."""
+    while True:
+        try:
+            job.report(_checksum(results.get()))
+        except jax.errors.JaxRuntimeError as error:
+            job.fail(error)
+
+
+def _checksum(result: jax.Array) -> int:
+    return zlib.crc32(np.asarray(result).tobytes())
