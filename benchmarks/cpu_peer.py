@@ -11,7 +11,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -73,7 +75,9 @@ class Report:
     """Tokens a second by contender and by question."""
 
 
-def measure(ours: Ours, peer: LlamaCpp, repeats: int) -> dict[str, dict[str, float]]:
+def measure(
+    ours: Ours, peer: LlamaCpp, repeats: int, streams: Sequence[int], prefill: bool
+) -> dict[str, dict[str, float]]:
     """The best of several runs of each question, the two taking turns at each."""
     rates: dict[str, dict[str, float]] = {"jaxserve": {}, "llama.cpp": {}}
 
@@ -82,10 +86,26 @@ def measure(ours: Ours, peer: LlamaCpp, repeats: int) -> dict[str, dict[str, flo
             rates[contender][question] = max(rate, rates[contender].get(question, 0.0))
 
     for _ in range(repeats):
-        for count in STREAMS:
+        for count in streams:
             note(f"decode {count}", ours.decode_rate(count, PROMPT_LEN), peer.decode_rate(count))
-        note("prefill", ours.prefill_rate(), peer.prefill_rate())
+        if prefill:
+            note("prefill", ours.prefill_rate(), peer.prefill_rate())
     return rates
+
+
+def save(report: Report, path: Path) -> None:
+    """Write a report; questions that it does not answer are left as the file has them, if all else agrees."""
+    fields = asdict(report)
+    if path.exists():
+        earlier = json.loads(path.read_text())
+        # The load is of the moment, the rest of the machine's description is not.
+        if all(_settled(earlier[name]) == _settled(fields[name]) for name in fields if name != "rates"):
+            fields["rates"] = {who: earlier["rates"][who] | rates for who, rates in report.rates.items()}
+    path.write_text(json.dumps(fields, indent=1) + "\n")
+
+
+def _settled(text: str) -> str:
+    return re.sub(r"load [\d.]+", "", text)
 
 
 def print_report(report: Report) -> None:
@@ -104,17 +124,22 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m", help="a catalogue name or a .gguf file")
     parser.add_argument("--quantize", type=recipe_name, metavar="RECIPE", default="int8")
     parser.add_argument("--kv-format", default="auto")
+    parser.add_argument(
+        "--streams", type=int, nargs="*", default=STREAMS, help="of the questions of decoding"
+    )
+    parser.add_argument("--prefill", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of llama.cpp")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each measurement; the best counts")
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file, or add them")
     args = parser.parse_args()
     ours = Ours(args.model, max(STREAMS), quantize=args.quantize, kv_format=args.kv_format)
     peer = LlamaCpp(args.llama_bin, ours.checkpoint.path, args.threads)
     precision = precision_of(ours.engine.config)
-    report = Report(describe(), jax.__version__, args.model, precision, measure(ours, peer, args.repeats))
+    rates = measure(ours, peer, args.repeats, args.streams, args.prefill)
+    report = Report(describe(), jax.__version__, args.model, precision, rates)
     print_report(report)
     if args.json:
-        args.json.write_text(json.dumps(asdict(report), indent=1) + "\n")
+        save(report, args.json)
 
 
 if __name__ == "__main__":

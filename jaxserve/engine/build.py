@@ -15,7 +15,7 @@ from jaxserve.engine.chain_drafts import DRAFT_PARAMETERS
 from jaxserve.engine.compile_cache import compile_counter, enable_compilation_cache
 from jaxserve.engine.engine import DeviceEngine
 from jaxserve.engine.loading import named_parameters, reported, stored_as
-from jaxserve.engine.memory import free_for_pages, free_memory, weight_bytes
+from jaxserve.engine.memory import free_for_pages, free_memory, return_freed_memory, weight_bytes
 from jaxserve.engine.mesh import num_pools, resolve_mesh, spread_model
 from jaxserve.engine.options import EngineOptions
 from jaxserve.engine.parameters import place_parameters
@@ -212,7 +212,10 @@ def load_parameters(
     mesh = make_mesh(config.mesh)
     named = named_parameters(checkpoint, config, mesh)
     named = reported(named, config.model, lambda done, total: on_progress("load", done, total))
-    return place_parameters(named, config.model, layer_loop_for(jax.default_backend()), mesh)
+    params = place_parameters(named, config.model, layer_loop_for(jax.default_backend()), mesh)
+    jax.block_until_ready(params)
+    return_freed_memory()
+    return params
 
 
 def resolve_config(

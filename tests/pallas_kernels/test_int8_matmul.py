@@ -28,6 +28,7 @@ SHAPES = [
     (9, 130, 70),
     (16, 64, 64),
     (41, 200, 131),
+    (20, 130, 1030),
 ]
 """Rows, inputs, outputs: whole tiles, and rests of each."""
 
