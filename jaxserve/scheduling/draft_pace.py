@@ -117,7 +117,11 @@ class DraftPace:
             self._share, self._plain_step, self._num_sharing = plain, plain, len(step.rows)
             self.drafted_seconds += seconds
             self.plain_seconds += plain * plan.num_iterations
-            self._save(step.cohort.requests, plain * plan.num_iterations - seconds, put_off=extra - paid)
+            # Held against drafting is what such steps take: a pause of the machine, or the first of its kind,
+            # which warms up, says nothing of the next ones.
+            usual = self._waited.predict(kind) * plan.num_iterations
+            alone = plain * plan.num_iterations
+            self._save(step.cohort.requests, alone - seconds, counted=alone - usual - paid)
 
     def accept(self, requests: list[Request]) -> None:
         """Drafts of the step just observed have become tokens of these answers."""
@@ -125,12 +129,13 @@ class DraftPace:
             self.plain_seconds += self._share * len(requests) / self._num_sharing
             self._save(requests, self._share)
 
-    def _save(self, requests: list[Request], seconds: float, *, put_off: float = 0.0) -> None:
-        """Each of these answers is so much ahead of plain decoding; so much of what was lost counts later."""
+    def _save(self, requests: list[Request], seconds: float, *, counted: float | None = None) -> None:
+        """Each of these answers is so much ahead of plain decoding; counted for or against drafting is that of
+        their share in the step, or what is given."""
         for request in requests:
             request.drafts.seconds_saved += seconds
-        settled = seconds * len(requests) / self._num_sharing + put_off
-        self._budget.settle(settled / self._plain_step)
+        share = seconds * len(requests) / self._num_sharing
+        self._budget.settle((share if counted is None else counted) / self._plain_step)
 
     def _earn(self, num_steps: int) -> None:
         rested = not self._budget.open
