@@ -130,8 +130,8 @@ class DraftPace:
             self._save(requests, self._share)
 
     def _save(self, requests: list[Request], seconds: float, *, counted: float | None = None) -> None:
-        """Each of these answers is so much ahead of plain decoding; counted for or against drafting is that of
-        their share in the step, or what is given."""
+        """Each of these answers is so much ahead of plain decoding. Their share of it counts for drafting or
+        against it, or else what is given."""
         for request in requests:
             request.drafts.seconds_saved += seconds
         share = seconds * len(requests) / self._num_sharing
