@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,10 @@ from jaxserve.engine.options import EngineOptions
 from jaxserve.evaluation import Floor, Plan, Side, Text, evaluate
 
 NUM_TOKENS = 600
-"""Enough for CI. On 20,000 tokens: `jaxserve evaluate smollm2-135m --kv-format int8 --text FILE`."""
+"""Enough where float32 is read as well."""
+MANY_TOKENS = 20_440
+MEASURED = Path(__file__).parents[2] / "benchmarks" / "results" / "quality-int8-smollm2-135m.json"
+"""What float32 reaches on so many, in windows of 512."""
 FLOORS = [Floor("perplexity-change", 0.005), Floor("kl", 0.002), Floor("kl-p99", 0.02), Floor("top1", 0.97)]
 
 
@@ -31,3 +35,33 @@ def test_int8_pages_keep_smollm2s_perplexity(shared_data: Path) -> None:
     (measures,) = [part.measures for part in report.slices]
     assert measures["kl"].value > 1e-5  # A comparison of float32 with itself would pass as well.
     assert report.model.kv_bytes_per_token < 0.3 * report.reference.kv_bytes_per_token
+
+
+@pytest.mark.real
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_int8_keeps_smollm2s_perplexity_on_twenty_thousand_tokens(shared_data: Path) -> None:
+    text = (shared_data / "prompts" / "text" / "wikitext-2_test.txt").read_text(encoding="utf-8")
+    model = open_model("smollm2-135m", progress=False)
+    sides = [
+        Side(
+            kv_format,
+            model,
+            EngineOptions(quantize="int8", kv_format=kv_format, deterministic=True, num_slots=1),
+        )
+        for kv_format in ("int8", "float32")
+    ]
+    floors = [Floor("perplexity-change", 0.005)]
+    plan = Plan(texts=[Text("wikitext", text)], floors=floors, context=512, max_tokens=MANY_TOKENS)
+    report = evaluate(*sides, plan)
+    assert report.passed, report.table()
+    (part,) = report.slices
+    assert part.size >= 20_000
+    (full,) = json.loads(MEASURED.read_text())["slices"]
+    assert full["size"] == part.size
+    reached, full_precision = (
+        part.measures["perplexity"].reference,
+        full["measures"]["perplexity"]["reference"],
+    )
+    assert reached is not None
+    assert abs(reached / full_precision - 1.0) < 0.015
