@@ -97,8 +97,21 @@ class Job:
             time.sleep(LEAVING_SECONDS)
         self._leave(FAILED)
 
+    def close(self) -> None:
+        """Take no part any more; processes that go on see a lost one."""
+        with self._lock:
+            self._ended = True
+        for link in self._links():
+            link.close()
+
     def _tell(self, reason: str) -> None:
         """Let the other processes know."""
+        for link in self._links():
+            link.send(Kind.STOP, reason.encode())
+
+    def _links(self) -> list[Link]:
+        """To the other processes."""
+        raise NotImplementedError
 
 
 class _Follower:
@@ -234,9 +247,8 @@ class LeadingJob(Job):
                 f"process {number} has computed otherwise than process 0, in step {follower.num_compared}"
             )
 
-    def _tell(self, reason: str) -> None:
-        for follower in self._followers.values():
-            follower.link.send(Kind.STOP, reason.encode())
+    def _links(self) -> list[Link]:
+        return [follower.link for follower in self._followers.values()]
 
 
 class FollowingJob(Job):
@@ -285,6 +297,5 @@ class FollowingJob(Job):
         elif kind is Kind.STOP:
             self._lose(payload.decode())
 
-    def _tell(self, reason: str) -> None:
-        if self._link is not None:
-            self._link.send(Kind.STOP, reason.encode())
+    def _links(self) -> list[Link]:
+        return [] if self._link is None else [self._link]

@@ -6,8 +6,9 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
+from typing import ClassVar
 
 import pytest
 
@@ -21,6 +22,8 @@ PATIENCE = 10.0
 class Pair:
     """A leader and one follower; `left` gets the number of each that ends, and its status."""
 
+    made: ClassVar[list[Pair]] = []
+
     def __init__(self, through: Callable[[int], int] = lambda port: port) -> None:
         self.left: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
         places = [ProcessPlace("127.0.0.1:1", 2, number) for number in (0, 1)]
@@ -32,6 +35,11 @@ class Pair:
         arrival.start()
         self.leader.accept(PATIENCE)
         arrival.join()
+        self.made.append(self)
+
+    def close(self) -> None:
+        self.follower.close()
+        self.leader.close()
 
     def make_ready(self) -> None:
         self.follower.ready(FACTS)
@@ -42,6 +50,13 @@ class Pair:
         started = time.monotonic()
         assert {self.left.get(timeout=PATIENCE) for _ in range(2)} == {(0, 1), (1, 1)}
         return time.monotonic() - started
+
+
+@pytest.fixture(autouse=True)
+def pairs_are_closed() -> Iterator[None]:
+    yield
+    while Pair.made:
+        Pair.made.pop().close()
 
 
 def test_a_follower_runs_what_the_leader_names() -> None:
@@ -115,6 +130,7 @@ class Proxy:
 
     def __init__(self) -> None:
         self.cut = threading.Event()
+        self._closed = threading.Event()
         self._server = socket.create_server(("127.0.0.1", 0))
 
     def lead_to(self, port: int) -> int:
@@ -122,6 +138,7 @@ class Proxy:
         return self._server.getsockname()[1]
 
     def close(self) -> None:
+        self._closed.set()
         self._server.close()
 
     def _serve(self, port: int) -> None:
@@ -131,7 +148,9 @@ class Proxy:
             threading.Thread(target=self._pass, args=(one, other), daemon=True).start()
 
     def _pass(self, one: socket.socket, other: socket.socket) -> None:
-        while data := one.recv(4096):
-            if self.cut.is_set():
-                threading.Event().wait()
-            other.sendall(data)
+        with one:
+            while data := one.recv(4096):
+                if self.cut.is_set():
+                    self._closed.wait()
+                    return
+                other.sendall(data)
