@@ -8,6 +8,9 @@ from collections.abc import Sequence
 class NgramDrafter:
     """Copies what followed the latest occurrence of the longest ending that occurs elsewhere in the text.
 
+    Where one token is all that agrees, its latest occurrence tells little: what followed it most often is
+    copied, with what came after that the last time.
+
     A copy that reaches the text's end goes on with itself, so that a text that repeats a period is drafted as
     far as is wanted. Each new token costs a look-up for each length of ending, however long the text is.
     """
@@ -25,6 +28,10 @@ class NgramDrafter:
         self._text: list[int] = []
         self._ends: dict[tuple[int, ...], int] = {}
         """For each n-gram of these sizes how many tokens the text had when it last ended in it."""
+        self._times: dict[tuple[int, int], int] = {}
+        """How often a token followed another."""
+        self._usual: dict[int, tuple[int, int]] = {}
+        """For each token how often the one that followed it most often did so, and where that stands last."""
         self._follower: int | None = None
         """Where that is which followed the text's ending before."""
         self._grade = 0
@@ -56,9 +63,18 @@ class NgramDrafter:
         text = self._text
         text.append(token)
         length = len(text)
+        if length > 1:
+            before = text[-2]
+            times = self._times[before, token] = self._times.get((before, token), 0) + 1
+            if times >= self._usual.get(before, (0, 0))[0]:
+                self._usual[before] = times, length - 1
         self._follower = None
         for size in self._sizes:
             if size > length:
+                continue
+            if size == 1:
+                if self._follower is None and token in self._usual:
+                    self._follower, self._grade = self._usual[token][1], 1
                 continue
             ngram = tuple(text[-size:])
             if self._follower is None:

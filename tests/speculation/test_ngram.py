@@ -11,12 +11,15 @@ from jaxserve.speculation import NgramDrafter, Speculation
 
 def naive(text: list[int], min_ngram: int, max_ngram: int, max_tokens: int) -> list[int]:
     for size in range(min(max_ngram, len(text) - 1), min_ngram - 1, -1):
-        for end in range(len(text) - 1, size - 1, -1):
-            if text[end - size : end] == text[-size:]:
-                grown = list(text)
-                for index in range(max_tokens):
-                    grown.append(grown[end + index])
-                return grown[len(text) :]
+        ends = [end for end in range(size, len(text)) if text[end - size : end] == text[-size:]]
+        if ends:
+            followers = [text[end] for end in ends]
+            # Of endings of one token what came most often, of longer ones what came last.
+            end = max(ends, key=lambda end: (followers.count(text[end]) if size == 1 else 0, end))
+            grown = list(text)
+            for index in range(max_tokens):
+                grown.append(grown[end + index])
+            return grown[len(text) :]
     return []
 
 
@@ -36,6 +39,10 @@ def test_as_a_search_of_the_whole_text(parts: list[list[int]], sizes: list[int],
 def test_the_longest_ending_wins_over_the_latest() -> None:
     assert NgramDrafter(1, 3).propose([1, 2, 3, 7, 9, 3, 8, 1, 2, 3], 2) == [7, 9]
     assert NgramDrafter(1, 1).propose([1, 2, 3, 7, 9, 3, 8, 1, 2, 3], 2) == [8, 1]
+
+
+def test_after_a_single_token_the_usual_one_is_drafted() -> None:
+    assert NgramDrafter().propose([1, 2, 9, 1, 2, 8, 1, 3, 4, 1], 2) == [2, 8]
 
 
 def test_a_period_is_drafted_beyond_the_end_of_the_text() -> None:
