@@ -9,8 +9,9 @@ from jaxserve.scheduling.step import ScheduledStep
 from jaxserve.speculation.budget import Debt, DraftingBudget
 from jaxserve.speculation.gain import StepKind, StepSeconds
 
-_NUM_TIMED = 4
-"""Plain steps to time where none of their size has been."""
+_NUM_TIMED = 5
+"""Plain steps in a row where none of their size has been timed. The first follows one that was waited for, so it is
+not overlapped, and does not count."""
 _LONGEST_UNTIMED = 128
 """Steps after which plain ones are timed again: machines and contexts change."""
 
@@ -31,6 +32,8 @@ class DraftPace:
         """Of steps that were not waited for."""
         self._waited = StepSeconds()
         self._num_to_time = _NUM_TIMED if adaptive else 0
+        self._follows_waited = False
+        """Whether the step before the one just collected was waited for."""
         self._num_untimed = 0
         """Steps waited for since plain ones have been timed."""
         self._had_drafts = False
@@ -91,6 +94,7 @@ class DraftPace:
         """A step has been collected so long after the one before, and is about to be committed."""
         plan = step.plan
         kind = StepKind(plan.shape, num_rounds)
+        overlapped, self._follows_waited = not step.waited and not self._follows_waited, step.waited
         extra = 0.0
         if plan.reads is not None:
             # What a draft model reads beside serves the steps to come, and they pay for it.
@@ -105,7 +109,11 @@ class DraftPace:
             return
         each = seconds / plan.num_iterations
         if not step.waited:
-            self._plain.observe(kind, each)
+            plain = self._plain.mean(kind)
+            if overlapped:
+                self._plain.observe(kind, each)
+            elif plain:  # What it takes longer than others do is the price of having drafted before.
+                self._budget.settle(max(-1.0, min(0.0, 1.0 - each / plain)))
             self._earn(plan.num_iterations)
             if paid and each:
                 self._budget.settle(-paid / each)
