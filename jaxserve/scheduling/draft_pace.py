@@ -10,7 +10,7 @@ from jaxserve.speculation.budget import Debt, DraftingBudget
 from jaxserve.speculation.gain import StepKind, StepSeconds
 
 _NUM_TIMED = 5
-"""Plain steps in a row where none of their size has been timed. The first follows one that was waited for, so it is
+"""Plain steps in a row where none of their size has been timed. The first follows one that was waited for, is
 not overlapped, and does not count."""
 _LONGEST_UNTIMED = 128
 """Steps after which plain ones are timed again: machines and contexts change."""
