@@ -109,12 +109,7 @@ class DraftPace:
             return
         each = seconds / plan.num_iterations
         if not step.waited:
-            plain = self._plain.mean(kind)
-            if overlapped:
-                self._plain.observe(kind, each)
-            elif plain:  # What it takes longer than others do is the price of having drafted before.
-                self._budget.settle(max(-1.0, min(0.0, 1.0 - each / plain)))
-            self._earn(plan.num_iterations)
+            self._observe_plain(kind, each, plan.num_iterations, overlapped=overlapped)
             if paid and each:
                 self._budget.settle(-paid / each)
             return
@@ -130,6 +125,14 @@ class DraftPace:
             usual = self._waited.predict(kind) * plan.num_iterations
             alone = plain * plan.num_iterations
             self._save(step.cohort.requests, alone - seconds, counted=alone - usual - paid)
+
+    def _observe_plain(self, kind: StepKind, seconds: float, num_steps: int, *, overlapped: bool) -> None:
+        plain = self._plain.mean(kind)
+        if overlapped:
+            self._plain.observe(kind, seconds)
+        elif plain:  # What it takes longer than others do is the price of having drafted before.
+            self._budget.settle(max(-1.0, min(0.0, 1.0 - seconds / plain)))
+        self._earn(num_steps)
 
     def accept(self, requests: list[Request]) -> None:
         """Drafts of the step just observed have become tokens of these answers."""

@@ -63,7 +63,7 @@ class NgramDrafter:
         text = self._text
         text.append(token)
         length = len(text)
-        if length > 1:
+        if length > 1 and self._sizes[-1] == 1:
             before = text[-2]
             times = self._times[before, token] = self._times.get((before, token), 0) + 1
             if times >= self._usual.get(before, (0, 0))[0]:

@@ -13,10 +13,11 @@
 #include <unistd.h>
 
 #include <cstring>
-#include <vector>
+#include <memory>
 
 #include "int8_matmul/scaled.h"
 #include "native/ffi.h"
+#include "native/lanes.h"
 
 namespace jaxserve::amx {
 
@@ -49,30 +50,6 @@ struct Tiles {
   }
   ~Tiles() { _tile_release(); }
 };
-
-// v[i] gets lane i of each: 16 x 16 numbers of 32 bits, transposed.
-INLINE inline void Transpose(__m512i v[16]) {
-  __m512i a[16], b[16];
-  Unroll<8>([&](auto i) INLINE {
-    a[2 * i] = _mm512_unpacklo_epi32(v[2 * i], v[2 * i + 1]);
-    a[2 * i + 1] = _mm512_unpackhi_epi32(v[2 * i], v[2 * i + 1]);
-  });
-  Unroll<4>([&](auto i) INLINE {  // b[4 i + j] has, in its 128-bit part p, lane 4 p + j of v[4 i] to v[4 i + 3].
-    b[4 * i] = _mm512_unpacklo_epi64(a[4 * i], a[4 * i + 2]);
-    b[4 * i + 1] = _mm512_unpackhi_epi64(a[4 * i], a[4 * i + 2]);
-    b[4 * i + 2] = _mm512_unpacklo_epi64(a[4 * i + 1], a[4 * i + 3]);
-    b[4 * i + 3] = _mm512_unpackhi_epi64(a[4 * i + 1], a[4 * i + 3]);
-  });
-  Unroll<4>([&](auto j) INLINE {
-    const __m512i low = _mm512_shuffle_i32x4(b[j], b[4 + j], 0x88), high = _mm512_shuffle_i32x4(b[8 + j], b[12 + j], 0x88);
-    const __m512i odd_low = _mm512_shuffle_i32x4(b[j], b[4 + j], 0xdd);
-    const __m512i odd_high = _mm512_shuffle_i32x4(b[8 + j], b[12 + j], 0xdd);
-    v[j] = _mm512_shuffle_i32x4(low, high, 0x88);
-    v[8 + j] = _mm512_shuffle_i32x4(low, high, 0xdd);
-    v[4 + j] = _mm512_shuffle_i32x4(odd_low, odd_high, 0x88);
-    v[12 + j] = _mm512_shuffle_i32x4(odd_low, odd_high, 0xdd);
-  });
-}
 
 // Up to 64 inputs of a row: what is to be the column, and for int16 the column of its lower bits.
 inline __mmask64 Some(int64_t count) { return count >= kDeep ? ~__mmask64{0} : (__mmask64{1} << count) - 1; }
@@ -178,10 +155,10 @@ template <typename T>
 int64_t MultiplyAll(XLA_FFI_CallFrame* frame, const T* x, int64_t rows, const int8_t* w, int64_t outputs, int64_t n,
                     const Scaled& out) {
   const int64_t num_groups = (rows + kGroup<T> - 1) / kGroup<T>, bytes = (n + kDeep - 1) / kDeep * kTile;
-  std::vector<int8_t> columns(num_groups * bytes);
+  const std::unique_ptr<int8_t[]> columns(new int8_t[num_groups * bytes]);  // All of it is written first.
   const auto pack = [&](int64_t group) {
     const int64_t row = group * kGroup<T>;
-    Pack(x + row * n, rows - row, n, columns.data() + group * bytes);
+    Pack(x + row * n, rows - row, n, columns.get() + group * bytes);
   };
   if (num_groups > 4)
     ParallelFor(frame, num_groups, pack);
@@ -191,7 +168,7 @@ int64_t MultiplyAll(XLA_FFI_CallFrame* frame, const T* x, int64_t rows, const in
     const Tiles tiles;
     const int64_t o = piece * kOutputs;
     for (int64_t row = 0; row < rows; row += 2 * kGroup<T>) {
-      const int8_t* packed = columns.data() + row / kGroup<T> * bytes;
+      const int8_t* packed = columns.get() + row / kGroup<T> * bytes;
       if (rows - row > kGroup<T>)
         Multiply<T, 2>(w + o * n, n, packed, rows - row, row == 0, out.From(row, o));
       else

@@ -6,6 +6,7 @@
 
 #include "int8_matmul/scaled.h"
 #include "native/ffi.h"
+#include "native/lanes.h"
 
 #if defined(__AVX2__)
 #include <immintrin.h>

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "native/ffi.h"
+#include "native/lanes.h"
 
 namespace {
 
@@ -119,45 +120,34 @@ Vector Numbers(const int8_t* x) {
   return __builtin_convertvector(__builtin_convertvector(bytes, Integers), Vector);
 }
 
-// Pairs of 32-bit lanes of a and b, or pairs of pairs, in turn, within every 128 bits; from their lower or upper
-// halves.
-#if defined(__AVX512F__)
-#define OF_EACH(a, b, c, d) \
-  Integers{a, b, c, d, a + 4, b + 4, c + 4, d + 4, a + 8, b + 8, c + 8, d + 8, a + 12, b + 12, c + 12, d + 12}
-#else
-#define OF_EACH(a, b, c, d) Integers{a, b, c, d, a + 4, b + 4, c + 4, d + 4}
-#endif
-
 // rows[i][j] becomes rows[j][i].
+#if defined(__AVX512F__)
 void Transpose(Vector rows[kWidth]) {
-  constexpr int w = kWidth;
+  __m512i lanes[kWidth];
+  std::memcpy(lanes, rows, sizeof lanes);
+  jaxserve::Transpose(lanes);
+  std::memcpy(rows, lanes, sizeof lanes);
+}
+#else
+void Transpose(Vector rows[kWidth]) {
   Vector a[kWidth], b[kWidth];
-  for (int i = 0; i < w / 2; ++i) {
-    a[2 * i] = __builtin_shuffle(rows[2 * i], rows[2 * i + 1], OF_EACH(0, w, 1, w + 1));
-    a[2 * i + 1] = __builtin_shuffle(rows[2 * i], rows[2 * i + 1], OF_EACH(2, w + 2, 3, w + 3));
+  for (int i = 0; i < 4; ++i) {  // Pairs of rows interleaved, within each half of 128 bits.
+    a[2 * i] = __builtin_shuffle(rows[2 * i], rows[2 * i + 1], Integers{0, 8, 1, 9, 4, 12, 5, 13});
+    a[2 * i + 1] = __builtin_shuffle(rows[2 * i], rows[2 * i + 1], Integers{2, 10, 3, 11, 6, 14, 7, 15});
   }
-  for (int i = 0; i < w / 4; ++i) {  // Now b[4 i + j] has lanes j, j + 4, ... of rows 4 i to 4 i + 3.
+  for (int i = 0; i < 2; ++i) {  // Pairs of pairs.
     for (int j = 0; j < 2; ++j) {
-      b[4 * i + 2 * j] = __builtin_shuffle(a[4 * i + j], a[4 * i + 2 + j], OF_EACH(0, 1, w, w + 1));
-      b[4 * i + 2 * j + 1] = __builtin_shuffle(a[4 * i + j], a[4 * i + 2 + j], OF_EACH(2, 3, w + 2, w + 3));
+      b[4 * i + 2 * j] = __builtin_shuffle(a[4 * i + j], a[4 * i + 2 + j], Integers{0, 1, 8, 9, 4, 5, 12, 13});
+      b[4 * i + 2 * j + 1] =
+          __builtin_shuffle(a[4 * i + j], a[4 * i + 2 + j], Integers{2, 3, 10, 11, 6, 7, 14, 15});
     }
   }
-  for (int j = 0; j < 4; ++j) {
-#if defined(__AVX512F__)
-    const Integers even{0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27}, odd = even + 4;
-    const Vector low_even = __builtin_shuffle(b[j], b[4 + j], even), low_odd = __builtin_shuffle(b[j], b[4 + j], odd);
-    const Vector high_even = __builtin_shuffle(b[8 + j], b[12 + j], even);
-    const Vector high_odd = __builtin_shuffle(b[8 + j], b[12 + j], odd);
-    rows[j] = __builtin_shuffle(low_even, high_even, even);
-    rows[8 + j] = __builtin_shuffle(low_even, high_even, odd);
-    rows[4 + j] = __builtin_shuffle(low_odd, high_odd, even);
-    rows[12 + j] = __builtin_shuffle(low_odd, high_odd, odd);
-#else
-    rows[j] = __builtin_shuffle(b[j], b[4 + j], Integers{0, 1, 2, 3, 8, 9, 10, 11});
-    rows[4 + j] = __builtin_shuffle(b[j], b[4 + j], Integers{4, 5, 6, 7, 12, 13, 14, 15});
-#endif
+  for (int i = 0; i < 4; ++i) {  // The halves.
+    rows[i] = __builtin_shuffle(b[i], b[4 + i], Integers{0, 1, 2, 3, 8, 9, 10, 11});
+    rows[4 + i] = __builtin_shuffle(b[i], b[4 + i], Integers{4, 5, 6, 7, 12, 13, 14, 15});
   }
 }
+#endif
 
 // Where a block's numbers lie, and which of its positions may be read.
 struct Block {
@@ -242,7 +232,7 @@ struct Sums {
 
   // Those of later positions beside these, which stay as they are where there are none.
   void Add(Sums& later) {
-    for (size_t query = 0; query < peak.size(); ++query) {
+    for (int64_t query = 0; query < static_cast<int64_t>(peak.size()); ++query) {
       const float highest = std::max(peak[query], later.peak[query]);
       if (later.peak[query] == kMasked) continue;
       Scale(query, std::exp(peak[query] - highest));
@@ -364,21 +354,33 @@ void Attend(const Problem& p, const Piece& piece, int64_t low, int64_t from, int
   }
 }
 
-// The sums of some consecutive parts of a piece's context.
+// One past the last row's position.
+int64_t End(const Piece& piece) { return piece.first_position + piece.num_rows; }
+
+// The first position that a row may read.
+int64_t Low(const Problem& p, const Piece& piece) {
+  return p.window ? std::max<int64_t>(0, piece.first_position - p.window + 1) : 0;
+}
+
+int64_t FirstPart(const Problem& p, const Piece& piece) { return Low(p, piece) / kPart; }
+int64_t EndPart(const Piece& piece) { return (End(piece) + kPart - 1) / kPart; }
+
+// The sums of some consecutive parts of a piece's context, one at least.
 Sums AttendParts(const Problem& p, const Piece& piece, int64_t first_part, int64_t end_part) {
-  const int64_t depth = p.depth(), num_queries = piece.num_rows * p.queries_per_kv();
-  const int64_t last = piece.first_position + piece.num_rows;  // One past the last row's position.
-  const int64_t low = p.window ? std::max<int64_t>(0, piece.first_position - p.window + 1) : 0;
+  const int64_t depth = p.depth(), num_queries = piece.num_rows * p.queries_per_kv(), low = Low(p, piece);
   Buffers b(depth, num_queries);
   for (int64_t query = 0; query < num_queries; ++query)
     for (int64_t d = 0; d < p.head_size; ++d)
       b.queries[query * depth + d] = p.q[Place(p, piece, query) + d] * p.scale;
-  Sums sums(depth, num_queries);
-  for (int64_t part = first_part; part < end_part; ++part) {
-    const int64_t from = std::max(part * kPart, low / kTokens * kTokens), to = std::min((part + 1) * kPart, last);
-    if (from >= to) continue;
-    Sums later(depth, num_queries);
-    Attend(p, piece, low, from, to, b, later);
+  const auto attend = [&](int64_t part) {
+    Sums sums(depth, num_queries);
+    const int64_t from = std::max(part * kPart, low / kTokens * kTokens);
+    Attend(p, piece, low, from, std::min((part + 1) * kPart, End(piece)), b, sums);
+    return sums;
+  };
+  Sums sums = attend(first_part);
+  for (int64_t part = first_part + 1; part < end_part; ++part) {
+    Sums later = attend(part);
     sums.Add(later);
   }
   return sums;
@@ -427,26 +429,27 @@ extern "C" XLA_FFI_Error* JaxserveRaggedPagedAttention(XLA_FFI_CallFrame* frame)
             page_table.dims[1], Data<float>(jaxserve::Result(frame))};
   std::memset(p.out, 0, sizeof(float) * q.dims[0] * q.dims[1] * q.dims[2]);
   const std::vector<Piece> pieces = Pieces(p, page_table.dims[0], sizes[6] != 0);
-  const auto num_parts = [](const Piece& piece) { return (piece.first_position + piece.num_rows + kPart - 1) / kPart; };
   if (static_cast<int64_t>(pieces.size()) >= kManyPieces) {
     jaxserve::ParallelFor(frame, pieces.size(), [&](int64_t index) {
-      Write(p, pieces[index], AttendParts(p, pieces[index], 0, num_parts(pieces[index])));
+      const Piece& piece = pieces[index];
+      Write(p, piece, AttendParts(p, piece, FirstPart(p, piece), EndPart(piece)));
     });
     return nullptr;
   }
   // Too few for all threads to be busy to the end: every part of a context is a job of its own.
   std::vector<std::pair<size_t, int64_t>> jobs;
   for (size_t index = 0; index < pieces.size(); ++index)
-    for (int64_t part = 0; part < num_parts(pieces[index]); ++part) jobs.emplace_back(index, part);
+    for (int64_t part = FirstPart(p, pieces[index]); part < EndPart(pieces[index]); ++part)
+      jobs.emplace_back(index, part);
   std::vector<Sums> sums(jobs.size(), Sums(0, 0));
   jaxserve::ParallelFor(frame, jobs.size(), [&](int64_t job) {
     const auto [index, part] = jobs[job];
     sums[job] = AttendParts(p, pieces[index], part, part + 1);
   });
-  for (size_t job = 0; job < jobs.size(); ++job) {
-    const size_t first = job - jobs[job].second;
-    if (job != first) sums[first].Add(sums[job]);
-    if (job + 1 == jobs.size() || jobs[job + 1].second == 0) Write(p, pieces[jobs[job].first], sums[first]);
+  for (size_t first = 0, next; first < jobs.size(); first = next) {
+    for (next = first + 1; next < jobs.size() && jobs[next].first == jobs[first].first; ++next)
+      sums[first].Add(sums[next]);
+    Write(p, pieces[jobs[first].first], sums[first]);
   }
   return nullptr;
 }

@@ -16,6 +16,7 @@ import struct
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping
 
@@ -38,7 +39,7 @@ class JobLostError(RuntimeError):
     """A process of the job is dead, silent, or computes otherwise than the others."""
 
 
-class Job:
+class Job(ABC):
     """What leader and followers have in common. May be used from any thread."""
 
     def __init__(self, place: ProcessPlace, *, leave: Callable[[int], object] = os._exit) -> None:
@@ -109,9 +110,9 @@ class Job:
         for link in self._links():
             link.send(Kind.STOP, reason.encode())
 
+    @abstractmethod
     def _links(self) -> list[Link]:
         """To the other processes."""
-        raise NotImplementedError
 
 
 class _Follower:
