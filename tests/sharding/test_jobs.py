@@ -28,6 +28,9 @@ def alone(model: Path, settings: dict[str, Any]) -> Any:
         ("stories260K/hf", "tensor=2", 2, {}),
         ("stories260K/hf", "auto", 2, {"quantize": "int8", "max_iterations": 4}),
         ("stories260K_moe/copies4_top2", "tensor=2,expert=2", 4, {}),
+        # Five layers: the second stage has padding, of a kind that it knows from its own.
+        ("stories260K/hf", "pipe=2", 2, {"max_iterations": 4}),
+        ("stories260K/hf", "tensor=2,pipe=2", 4, {"quantize": "int8"}),
     ],
 )
 def test_processes_answer_as_one(
