@@ -165,7 +165,7 @@ def _tree(named: Named, model: ModelConfig, layer_loop: LayerLoop, mesh: AnyMesh
     layers = _Layers(model, layer_loop, mesh, of_stages=num_shards("stages", mesh) > 1)
     for full_name, array in named:
         if not full_name.startswith("layers."):
-            tree[full_name] = jax.tree.map(jnp.asarray, array)
+            tree[full_name] = jax.block_until_ready(jax.tree.map(jnp.asarray, array))
             continue
         _, layer, name = full_name.split(".")
         layers.add(int(layer), name, array)
@@ -191,18 +191,23 @@ class _Layers:
         ]
 
     def add(self, layer: int, name: str, array: Any) -> None:
-        """One parameter of a layer, which may be quantised."""
+        """One parameter of a layer, which may be quantised.
+
+        It is waited for: a host that ran ahead of its devices would hold all that it read meanwhile.
+        """
         segment, position, repetition = self._places[layer]
         entries, count = self._entries[segment][position], self._model.segments[segment].count
         info = layer_parameters(self._model, self._model.layers[layer])[name]
         num_parts = num_shards(info.first_input_axis, self._mesh)
         if self._layer_loop == "stacked" and name not in EXPERT_NAMES and fits_stack(array, num_parts):
-            entries[name] = _with_member(entries.get(name), for_stack(array), repetition, count)
+            stack = _with_member(entries.get(name), for_stack(array), repetition, count)
+            entries[name] = jax.block_until_ready(stack)
             return
         stacked = self._layer_loop == "stacked" or info.full_precision or name in EXPERT_NAMES
         if not stacked and self._of_stages:
             array = _with_axis_of_stages(array)
-        entries[name] = _with_repetition(entries.get(name), array, repetition, count, stacked)
+        stack = _with_repetition(entries.get(name), array, repetition, count, stacked)
+        entries[name] = jax.block_until_ready(stack)
 
     @property
     def segments(self) -> tuple[tuple[dict[str, Any], ...], ...]:
