@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 
+from jaxserve.converted import convert
+from jaxserve.quantization import recipe_named
+from jaxserve.weights import open_checkpoint
 from tests.sharding.jobs import answers_of, run_job, start
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -40,6 +43,13 @@ def test_processes_answer_as_one(
     outputs = run_job(MEMBER, [str(folder), mesh, json.dumps(settings)], num_processes)
     assert answers_of(outputs[0])["tokens"] == alone(folder, settings)
     assert not any(outputs[1:]), "who follows says nothing"
+
+
+def test_stages_of_a_converted_checkpoint(shared_data: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "converted"
+    convert(open_checkpoint(shared_data / "models/stories260K/hf"), folder, recipe=recipe_named("int8"))
+    outputs = run_job(MEMBER, [str(folder), "pipe=2", "{}"], 2)
+    assert answers_of(outputs[0])["tokens"] == alone(folder, {})
 
 
 def test_the_command_answers_once(shared_data: Path) -> None:

@@ -140,7 +140,8 @@ def spanning(option: str | None, model: ModelConfig, num_devices: int) -> str:
 
 def test_a_job_of_several_processes_takes_all_of_their_devices() -> None:
     assert spanning("tensor=4", DENSE, 4) == "tensor=4"
-    assert spanning("tensor=2,pipe=2", DENSE, 4) == "tensor=2,pipe=2"
+    layers = dataclasses.replace(DENSE, layers=(LayerKind(),) * 2)
+    assert spanning("tensor=2,pipe=2", layers, 4) == "tensor=2,pipe=2"
     assert spanning("auto", DENSE, 2) == "tensor=2"
 
 
