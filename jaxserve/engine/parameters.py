@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -14,6 +14,8 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.config import FloatFormat, LayerKind, ModelConfig
+from jaxserve.engine import huge_pages
+from jaxserve.engine.huge_pages import HugePages
 from jaxserve.engine.placement import is_elsewhere, to_shards
 from jaxserve.engine.shardings import parameter_shardings, placed, segment_shardings, weight_shardings
 from jaxserve.model.parameters import EXPERT_NAMES, ParameterInfo, layer_parameters, model_parameters
@@ -90,9 +92,11 @@ def place_parameters(
     named = to_shards(named, model, mesh)
     if mesh is not None and num_shards("stages", mesh) > 1:
         return _place_stages(named, model, layer_loop, mesh)
-    tree = _tree(named, model, layer_loop, mesh)
     if mesh is not None:
+        tree = _tree(named, model, layer_loop, mesh)
         return jax.device_put(tree, parameter_shardings(tree, model, mesh))
+    keep = HugePages().keep if huge_pages.is_available() else jnp.asarray
+    tree = _tree(named, model, layer_loop, mesh, keep)
     return jax.tree.map(lambda array: jax.device_put(array) if isinstance(array, np.ndarray) else array, tree)
 
 
@@ -159,13 +163,22 @@ def _joined(shape: jax.ShapeDtypeStruct, sharding: NamedSharding, *of_stages: ja
     return jax.make_array_from_single_device_arrays(shape.shape, sharding, parts)
 
 
-def _tree(named: Named, model: ModelConfig, layer_loop: LayerLoop, mesh: AnyMesh | None) -> dict[str, Any]:
-    """Parameters, where they lie, as the tree of them all; on a mesh with stages as the first has them."""
+def _tree(
+    named: Named,
+    model: ModelConfig,
+    layer_loop: LayerLoop,
+    mesh: AnyMesh | None,
+    keep: Callable[[Any], jax.Array] = jnp.asarray,
+) -> dict[str, Any]:
+    """Parameters, where they lie, as the tree of them all; on a mesh with stages as the first has them.
+
+    `keep` puts an array that belongs to no stack where it is to stay.
+    """
     tree: dict[str, Any] = {}
-    layers = _Layers(model, layer_loop, mesh, of_stages=num_shards("stages", mesh) > 1)
+    layers = _Layers(model, layer_loop, mesh, keep, of_stages=num_shards("stages", mesh) > 1)
     for full_name, array in named:
         if not full_name.startswith("layers."):
-            tree[full_name] = jax.block_until_ready(jax.tree.map(jnp.asarray, array))
+            tree[full_name] = jax.block_until_ready(jax.tree.map(keep, array))
             continue
         _, layer, name = full_name.split(".")
         layers.add(int(layer), name, array)
@@ -177,14 +190,20 @@ class _Layers:
     """The parameters of layers, put together as they arrive."""
 
     def __init__(
-        self, model: ModelConfig, layer_loop: LayerLoop, mesh: AnyMesh | None, *, of_stages: bool
+        self,
+        model: ModelConfig,
+        layer_loop: LayerLoop,
+        mesh: AnyMesh | None,
+        keep: Callable[[Any], jax.Array] = jnp.asarray,
+        *,
+        of_stages: bool,
     ) -> None:
         """`of_stages`: arrays of one layer have an axis before theirs, along which those of other stages lie.
 
         `model` has these layers and `mesh` their devices, of one stage if there are several.
         """
         self._model, self._layer_loop, self._mesh = model, layer_loop, mesh
-        self._of_stages = of_stages
+        self._of_stages, self._keep = of_stages, keep
         self._places = _layer_positions(model)
         self._entries: list[list[dict[str, Any]]] = [
             [{} for _ in segment.pattern] for segment in model.segments
@@ -206,7 +225,7 @@ class _Layers:
         stacked = self._layer_loop == "stacked" or info.full_precision or name in EXPERT_NAMES
         if not stacked and self._of_stages:
             array = _with_axis_of_stages(array)
-        stack = _with_repetition(entries.get(name), array, repetition, count, stacked)
+        stack = _with_repetition(entries.get(name), array, repetition, count, None if stacked else self._keep)
         entries[name] = jax.block_until_ready(stack)
 
     @property
@@ -266,20 +285,22 @@ def abstract_parameters(
     return shapes if mesh is None else placed(shapes, parameter_shardings(shapes, model, mesh))
 
 
-def _with_repetition(entry: Any, array: Any, repetition: int, count: int, stacked: bool) -> Any:
-    """A stack of `count`, or a list, with one more repetition; `entry` is None for the first."""
+def _with_repetition(
+    entry: Any, array: Any, repetition: int, count: int, keep: Callable[[Any], jax.Array] | None = None
+) -> Any:
+    """A stack of `count`, or with `keep` a list, with one more repetition; `entry` is None for the first."""
     if isinstance(array, QuantisedWeight):
         old = entry or QuantisedWeight(None, None, None, array.format)
         zeros = array.zeros
         return QuantisedWeight(
-            _with_repetition(old.values, array.values, repetition, count, stacked),
-            _with_repetition(old.scales, array.scales, repetition, count, stacked=True),
-            None if zeros is None else _with_repetition(old.zeros, zeros, repetition, count, stacked=True),
+            _with_repetition(old.values, array.values, repetition, count, keep),
+            _with_repetition(old.scales, array.scales, repetition, count),
+            None if zeros is None else _with_repetition(old.zeros, zeros, repetition, count),
             array.format,
         )
-    if not stacked:
+    if keep is not None:
         members: list[Any] = entry or [None] * count
-        members[repetition] = jnp.asarray(array)
+        members[repetition] = keep(array)
         return members
     if entry is None:
         small = count * array.size * array.dtype.itemsize <= _HOST_STACK_BYTES
