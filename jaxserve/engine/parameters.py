@@ -16,8 +16,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxserve.config import FloatFormat, LayerKind, ModelConfig
 from jaxserve.engine import huge_pages
 from jaxserve.engine.huge_pages import HugePages
-from jaxserve.engine.placement import to_shards
-from jaxserve.engine.shardings import parameter_shardings, placed, segment_shardings
+from jaxserve.engine.placement import is_elsewhere, to_shards
+from jaxserve.engine.shardings import parameter_shardings, placed, segment_shardings, weight_shardings
 from jaxserve.model.parameters import EXPERT_NAMES, ParameterInfo, layer_parameters, model_parameters
 from jaxserve.model.spread import regrouped_for
 from jaxserve.model.stages import stages_of
@@ -50,14 +50,19 @@ def quantised(
         recipe: what has which format; norms, biases and routers stay float32.
         compute_format: of what the recipe leaves alone.
     """
-    infos = dict(model_parameters(model))
+    infos, other = dict(model_parameters(model)), jnp.dtype(compute_format)
     for name, array in named:
         info = infos[name]
         format = None if info.full_precision else recipe.format_of(name)
         if format is not None:
-            yield name, quantise(array, format, info.num_input_axes)
+            convert = functools.partial(quantise, format=format, num_input_axes=info.num_input_axes)
         else:
-            yield name, array if info.full_precision else array.astype(jnp.dtype(compute_format))
+            convert = functools.partial(_astype, dtype=None if info.full_precision else other)
+        yield name, jax.eval_shape(convert, array) if is_elsewhere(array) else convert(array)
+
+
+def _astype(array: np.ndarray | jax.Array, *, dtype: Any) -> np.ndarray | jax.Array:
+    return array if dtype is None else array.astype(dtype)
 
 
 def as_weights(
@@ -96,10 +101,14 @@ def place_parameters(
 
 
 def _place_stages(named: Named, model: ModelConfig, layer_loop: LayerLoop, mesh: Mesh) -> dict[str, Any]:
-    """The layers of every stage on its own devices, and then as arrays over all of them."""
-    stages = stages_of(model, num_shards("stages", mesh))
-    meshes = [stage_mesh(mesh, stage) for stage in range(len(stages.layers))]
-    layers = [_Layers(stages.model, layer_loop, own, of_stages=True) for own in meshes]
+    """The layers of every stage on its own devices, and then as arrays over all of them.
+
+    Of stages on devices of other processes nothing is here.
+    """
+    stages, infos = stages_of(model, num_shards("stages", mesh)), dict(model_parameters(model))
+    meshes = {stage: stage_mesh(mesh, stage) for stage in range(len(stages.layers))}
+    own = {stage: of for stage, of in meshes.items() if of.local_devices}
+    layers = {stage: _Layers(stages.model, layer_loop, of, of_stages=True) for stage, of in own.items()}
     outer: dict[str, Any] = {}
     alike: dict[tuple[LayerKind, str], Any] = {}
     for full_name, array in named:
@@ -108,18 +117,21 @@ def _place_stages(named: Named, model: ModelConfig, layer_loop: LayerLoop, mesh:
             continue
         _, layer, name = full_name.split(".")
         stage, number = stages.place_of(int(layer))
-        layers[stage].add(number, name, array)
+        if stage in own:
+            layers[stage].add(number, name, array)
         alike[model.layers[int(layer)], name] = jax.tree.map(
-            lambda array: (array.shape, array.dtype, array.sharding.spec), array
+            lambda array, place: (array.shape, array.dtype, place.spec),
+            array,
+            weight_shardings(array, infos[full_name], meshes[stage]),
         )
-    for own, stage_layers, of in zip(meshes, layers, stages.layers, strict=True):
-        for number in (number for number, layer in enumerate(of) if layer is None):
+    for stage, of in own.items():
+        for number in (number for number, layer in enumerate(stages.layers[stage]) if layer is None):
             kind = stages.model.layers[number]
             for name in layer_parameters(model, kind):
-                stage_layers.add(number, name, _zeros(alike[kind, name], own))
+                layers[stage].add(number, name, _zeros(alike[kind, name], of))
     placed_layers = [
-        jax.device_put(own.segments, segment_shardings(own.segments, stages.model, mesh))
-        for own, mesh in zip(layers, meshes, strict=True)
+        jax.device_put(layers[stage].segments, segment_shardings(layers[stage].segments, stages.model, of))
+        for stage, of in own.items()
     ]
     shapes = _of_all_stages(placed_layers[0], len(meshes))
     tree = {**outer, "segments": shapes}
