@@ -109,7 +109,8 @@ def measure(model: ModelConfig, mesh_name: str) -> dict[str, Any]:
     )
     config = resolve_here(model, options)
     config = dataclasses.replace(config, decode_rows=(SLOTS,), chunk_rows=(CHUNK,))
-    layer_loop, target = layer_loop_for("cpu"), local_target()
+    target = local_target()
+    layer_loop = layer_loop_for(target, spread=bool(config.mesh))
     started = time.monotonic()
     programs = compile_programs(config, layer_loop, target=target)
     compile_seconds = time.monotonic() - started

@@ -8,6 +8,7 @@ take twice as long.
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 import sys
 from typing import Any
@@ -31,23 +32,29 @@ def is_available() -> bool:
 
 
 class HugePages:
-    """Takes arrays that are to stay, and only to be read."""
+    """Memory for arrays that are to stay, and from then on only to be read."""
 
     def __init__(self) -> None:
         self._free = np.empty((0,), np.uint8)
 
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        """An array of zeros, in huge pages unless it is small or there are none.
+
+        `jax.device_put` makes it one of jax's where it lies, of all types of a byte and more.
+        """
+        dtype = np.dtype(dtype)
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if num_bytes < _SMALLEST or (self._free.size < num_bytes and not self._reserve(num_bytes)):
+            return np.zeros(shape, dtype)
+        array = self._free[:num_bytes].view(dtype).reshape(shape)
+        self._free = self._free[-(-num_bytes // _ALIGNMENT) * _ALIGNMENT :]
+        return array
+
     def keep(self, array: np.ndarray | jax.Array) -> jax.Array:
-        """The array in huge pages; as it is if it is small or there are none."""
-        if array.nbytes < _SMALLEST or (self._free.size < array.nbytes and not self._reserve(array.nbytes)):
-            return jax.numpy.asarray(array)
-        place = self._free[: array.nbytes].view(array.dtype).reshape(array.shape)
-        place[...] = np.asarray(array)
-        kept = jax.device_put(
-            place
-        )  # Of most types this is the same memory, which lives as long as the array.
-        if kept.unsafe_buffer_pointer() == place.ctypes.data:
-            self._free = self._free[-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT :]
-        return kept
+        """The same array, there."""
+        kept = self.empty(array.shape, array.dtype)
+        kept[...] = np.asarray(array)
+        return jax.device_put(kept)
 
     def _reserve(self, num_bytes: int) -> bool:
         size = max(_RESERVED, -(-num_bytes // PAGE) * PAGE) + PAGE

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -95,8 +95,8 @@ def place_parameters(
     if mesh is not None:
         tree = _tree(named, model, layer_loop, mesh)
         return jax.device_put(tree, parameter_shardings(tree, model, mesh))
-    keep = HugePages().keep if huge_pages.is_available() else jnp.asarray
-    tree = _tree(named, model, layer_loop, mesh, keep)
+    memory = HugePages() if huge_pages.is_available() else None
+    tree = _tree(named, model, layer_loop, mesh, memory)
     return jax.tree.map(lambda array: jax.device_put(array) if isinstance(array, np.ndarray) else array, tree)
 
 
@@ -168,16 +168,17 @@ def _tree(
     model: ModelConfig,
     layer_loop: LayerLoop,
     mesh: AnyMesh | None,
-    keep: Callable[[Any], jax.Array] = jnp.asarray,
+    memory: HugePages | None = None,
 ) -> dict[str, Any]:
     """Parameters, where they lie, as the tree of them all; on a mesh with stages as the first has them.
 
-    `keep` puts an array that belongs to no stack where it is to stay.
+    `memory` is where they stay, if anywhere else than where XLA puts them.
     """
     tree: dict[str, Any] = {}
-    layers = _Layers(model, layer_loop, mesh, keep, of_stages=num_shards("stages", mesh) > 1)
+    layers = _Layers(model, layer_loop, mesh, memory, of_stages=num_shards("stages", mesh) > 1)
     for full_name, array in named:
         if not full_name.startswith("layers."):
+            keep = jnp.asarray if memory is None else memory.keep
             tree[full_name] = jax.block_until_ready(jax.tree.map(keep, array))
             continue
         _, layer, name = full_name.split(".")
@@ -194,7 +195,7 @@ class _Layers:
         model: ModelConfig,
         layer_loop: LayerLoop,
         mesh: AnyMesh | None,
-        keep: Callable[[Any], jax.Array] = jnp.asarray,
+        memory: HugePages | None = None,
         *,
         of_stages: bool,
     ) -> None:
@@ -203,7 +204,7 @@ class _Layers:
         `model` has these layers and `mesh` their devices, of one stage if there are several.
         """
         self._model, self._layer_loop, self._mesh = model, layer_loop, mesh
-        self._of_stages, self._keep = of_stages, keep
+        self._of_stages, self._memory = of_stages, memory
         self._places = _layer_positions(model)
         self._entries: list[list[dict[str, Any]]] = [
             [{} for _ in segment.pattern] for segment in model.segments
@@ -223,9 +224,13 @@ class _Layers:
             entries[name] = jax.block_until_ready(stack)
             return
         stacked = self._layer_loop == "stacked" or info.full_precision or name in EXPERT_NAMES
+        stacked |= (
+            self._layer_loop == "indexed" and isinstance(array, QuantisedWeight) and array.format.row_bits > 0
+        )
         if not stacked and self._of_stages:
             array = _with_axis_of_stages(array)
-        stack = _with_repetition(entries.get(name), array, repetition, count, None if stacked else self._keep)
+        place = repetition, count
+        stack = _with_repetition(entries.get(name), array, place, self._memory, stacked=stacked)
         entries[name] = jax.block_until_ready(stack)
 
     @property
@@ -286,28 +291,26 @@ def abstract_parameters(
 
 
 def _with_repetition(
-    entry: Any, array: Any, repetition: int, count: int, keep: Callable[[Any], jax.Array] | None = None
+    entry: Any, array: Any, place: tuple[int, int], memory: HugePages | None, *, stacked: bool
 ) -> Any:
-    """A stack of `count`, or with `keep` a list, with one more repetition; `entry` is None for the first."""
+    """A stack, or a list, with one more repetition, `place` of so many; `entry` is None for the first."""
     if isinstance(array, QuantisedWeight):
         old = entry or QuantisedWeight(None, None, None, array.format)
+        add = functools.partial(_with_repetition, place=place, memory=memory)
         zeros = array.zeros
         return QuantisedWeight(
-            _with_repetition(old.values, array.values, repetition, count, keep),
-            _with_repetition(old.scales, array.scales, repetition, count),
-            None if zeros is None else _with_repetition(old.zeros, zeros, repetition, count),
+            add(old.values, array.values, stacked=stacked),
+            add(old.scales, array.scales, stacked=True),
+            None if zeros is None else add(old.zeros, zeros, stacked=True),
             array.format,
         )
-    if keep is not None:
+    repetition, count = place
+    if not stacked:
         members: list[Any] = entry or [None] * count
-        members[repetition] = keep(array)
+        members[repetition] = jnp.asarray(array) if memory is None else memory.keep(array)
         return members
     if entry is None:
-        small = count * array.size * array.dtype.itemsize <= _HOST_STACK_BYTES
-        if small and _is_on_host(array):
-            entry = np.zeros((count, *array.shape), array.dtype)
-        else:
-            entry = _empty_stack(array, count)
+        entry = _empty_stack(array, count, memory)
     if isinstance(entry, np.ndarray):
         entry[repetition] = array
         return entry
@@ -321,14 +324,20 @@ def _is_on_host(array: Any) -> bool:
     return isinstance(array, np.ndarray) or len(array.sharding.device_set) == 1
 
 
-def _empty_stack(array: Any, count: int) -> jax.Array:
+def _empty_stack(array: Any, count: int, memory: HugePages | None = None) -> np.ndarray | jax.Array:
     """For so many arrays that are spread over devices as this one is."""
+    shape = count, *array.shape
+    if _is_on_host(array):
+        if memory is not None:
+            return memory.empty(shape, array.dtype)
+        if count * array.size * array.dtype.itemsize <= _HOST_STACK_BYTES:
+            return np.zeros(shape, array.dtype)
     place = getattr(array, "sharding", None)
     if isinstance(place, NamedSharding) and not place.mesh.empty and isinstance(place.mesh, Mesh):
         place = NamedSharding(place.mesh, PartitionSpec(None, *place.spec))
     else:
         place = None
-    return jnp.zeros((count, *array.shape), array.dtype, device=place)
+    return jnp.zeros(shape, array.dtype, device=place)
 
 
 def _with_member(stack: Any, member: Any, repetition: int, count: int) -> Any:
