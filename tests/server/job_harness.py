@@ -1,4 +1,4 @@
-"""A server of two processes, and a client of its."""
+"""A server of several processes, and a client of its."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import grpc.aio
 
 from server.proto.jaxserve.v1 import engine_pb2 as pb
 from server.proto.jaxserve.v1 import engine_pb2_grpc
+from sharding import mesh_size, parse_mesh
 from tests.sharding.jobs import free_port, job
 
 PROMPT = "Once upon a time"
@@ -30,11 +31,12 @@ def request(max_tokens: int) -> pb.GenerateRequest:
 async def serving(
     folder: Path, mesh: str = "tensor=2", host: str = "127.0.0.1"
 ) -> AsyncIterator[tuple[list[subprocess.Popen[str]], Any]]:
-    """The processes, the leader first, once it says that it is ready; and a client of its door at `host`."""
+    """The processes, one a device, the leader first, once it says that it is ready; and a client of its door
+    at `host`."""
     port = free_port()
     sizes = ["--num-slots", "2", "--max-model-len", str(MAX_MODEL_LEN), "--max-chunk", "16"]
     arguments = ["serve", str(folder), *sizes, "--mesh", mesh, "--host", host, "--grpc-port", str(port)]
-    with job("jaxserve", arguments, 2) as members:
+    with job("jaxserve", arguments, mesh_size(parse_mesh(mesh))) as members:
         output = members[0].stdout
         assert output is not None
         while (line := await asyncio.to_thread(output.readline)) != "ready\n":

@@ -14,6 +14,7 @@ from jaxserve.converted import convert
 from jaxserve.quantization import recipe_named
 from jaxserve.weights import open_checkpoint
 from tests.sharding.jobs import answers_of, run_job, start
+from tests.weights.quantised_models import CASES, quantise_folder
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -47,9 +48,13 @@ def test_processes_answer_as_one(
     assert not any(outputs[1:]), "who follows says nothing"
 
 
-def test_stages_of_a_converted_checkpoint(shared_data: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "converted"
-    convert(open_checkpoint(shared_data / "models/stories260K/hf"), folder, recipe=recipe_named("int8"))
+@pytest.mark.parametrize("form", ["converted", "stored"])
+def test_stages_of_weights_that_are_quantised_already(shared_data: Path, tmp_path: Path, form: str) -> None:
+    source, folder = shared_data / "models/stories260K/hf", tmp_path / form
+    if form == "converted":
+        convert(open_checkpoint(source), folder, recipe=recipe_named("int8"))
+    else:
+        quantise_folder(source, tmp_path, CASES["fp8 channels"])
     outputs = run_job(MEMBER, [str(folder), "pipe=2", "{}"], 2)
     assert answers_of(outputs[0])["tokens"] == alone(folder, {})
 
