@@ -21,14 +21,17 @@ MAX_FEW_ROWS = 64
 ROW_TYPES = ("float32", "bfloat16", "int8", "int16")
 WITHOUT_EIGHTHS = ("v4", "7x")
 """Chips whose matrix units do not widen EIGHTHs."""
-FEW_TILE_BYTES, FEW_TILE_OUTPUTS = 2 << 20, 512
+FEW_TILE_BYTES, FEW_TILE_OUTPUTS = 4 << 20, 512
 MANY_TILE_OUTPUTS, MANY_TILE_ROWS = 512, 512
 MANY_TILES_BYTES = 60 << 20
 """Of vector memory; v5p is taken to have 64 MiB for each core."""
 MAX_BROAD_ROWS = 32
-"""Rows whose sums, by FEW_BROAD outputs, leave registers for what is widened."""
-FEW_BROAD, FEW_NARROW = 512, 256
-FEW_BODY_BYTES = 2048
+"""Rows up to which the sums of FEW_OUTPUTS leave registers for what is widened."""
+FEW_OUTPUTS, FEW_GROUP_OUTPUTS, FEW_NARROW_OUTPUTS = 512, 256, 128
+"""Whose sums are in registers at the same time: fewer of more rows, fewest where channels have scales."""
+FEW_BODY_BYTES = 4096
+FEW_BROAD_BODY_BYTES = 2048
+"""Where all outputs of a tile make a body long, and it does not scale groups."""
 
 
 def obstacle(
@@ -96,8 +99,12 @@ def choose_sizes(num_rows: int, matrix: Matrix, target: Target) -> Sizes:
         rows = 8 if num_rows <= 8 else -(-num_rows // 16) * 16
         fitting = FEW_TILE_BYTES // row_bytes // (2 * LANES) * 2 * LANES
         outputs = max(2 * LANES, min(FEW_TILE_OUTPUTS, fitting, whole))
-        block = FEW_BROAD if rows <= MAX_BROAD_ROWS else FEW_NARROW
-        return Sizes(rows, outputs, block, FEW_BODY_BYTES, many=False, eighths=eighths)
+        block, body = FEW_OUTPUTS, FEW_BODY_BYTES
+        if rows > MAX_BROAD_ROWS:
+            block = FEW_GROUP_OUTPUTS if matrix.num_groups else FEW_NARROW_OUTPUTS
+        elif not matrix.num_groups:
+            body = FEW_BROAD_BODY_BYTES
+        return Sizes(rows, outputs, block, body, many=False, eighths=eighths)
     # Two tiles of the matrix and a widened one take at most half, two of rows the rest, two bytes a number.
     fitting = MANY_TILES_BYTES // 2 // (2 * row_bytes + 2 * matrix.num_inputs) // (2 * LANES) * 2 * LANES
     rows_fitting = MANY_TILES_BYTES // 2 // (4 * matrix.num_inputs) // 32 * 32

@@ -12,6 +12,7 @@ c inputs of a chunk, G groups.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -132,16 +133,18 @@ def blocks(num_outputs: int, sizes: Sizes) -> list[slice]:
     return [slice(first, min(first + width, num_outputs)) for first in range(0, num_outputs, width)]
 
 
+def takes_eighths(matrix: Matrix, dtype: Any, sizes: Sizes) -> bool:
+    """Whether the matrix unit is given EIGHTHs to multiply with rows of this type."""
+    return sizes.eighths and dtype == jnp.bfloat16 and matrix.values.dtype != jnp.int8
+
+
 def _channel_sums(x_ref: Ref, matrix: Matrix, block: slice, sizes: Sizes) -> jax.Array:
     """[M, b], unscaled."""
-    narrow = sizes.eighths and matrix.has_eighths and x_ref.dtype == jnp.bfloat16
+    eighths = takes_eighths(matrix, x_ref.dtype, sizes)
+    part = _part(matrix, x_ref.dtype, block, eighths)
 
     def add(first: Scalar, width: int, sums: jax.Array) -> jax.Array:
-        if narrow:
-            part = matrix.eighths(first, width, block)
-        else:
-            part = matrix.part(first, width, x_ref.dtype, block)
-        return sums + dot(x_ref[:, pl.ds(first, width)], part)
+        return sums + dot(x_ref[:, pl.ds(first, width)], part(first, width))
 
     def step(number: jax.Array, sums: jax.Array) -> jax.Array:
         return add(pl.multiple_of(number * CHUNK_LANES, CHUNK_LANES), CHUNK_LANES, sums)
@@ -150,7 +153,14 @@ def _channel_sums(x_ref: Ref, matrix: Matrix, block: slice, sizes: Sizes) -> jax
     sums = jnp.zeros((x_ref.shape[0], block.stop - block.start), sum_type(x_ref.dtype))
     sums = unrolled_loop(num_chunks, step, sums, sizes.unroll(CHUNK_LANES))
     sums = add(num_chunks * CHUNK_LANES, rest, sums) if rest else sums
-    return sums * matrix.unit if narrow else sums
+    return sums * matrix.unit if eighths else sums
+
+
+def _part(matrix: Matrix, dtype: Any, block: slice, eighths: bool) -> Callable[[Scalar, int], jax.Array]:
+    """From the first of some bytes of each row, and their number, to what is multiplied with rows."""
+    if eighths:
+        return lambda first, num_bytes: matrix.eighths(first, num_bytes, block)
+    return lambda first, num_bytes: matrix.part(first, num_bytes, dtype, block)
 
 
 def _multiply_groups(
@@ -162,17 +172,14 @@ def _multiply_groups(
     dtype: Any,
     sizes: Sizes,
 ) -> None:
-    narrow = sizes.eighths and matrix.has_eighths and dtype == jnp.bfloat16
-    scales_ref[...] = matrix.scales[0].astype(jnp.float32) * (matrix.unit if narrow else 1.0)
+    eighths = takes_eighths(matrix, dtype, sizes)
+    scales_ref[...] = matrix.scales[0].astype(jnp.float32) * (matrix.unit if eighths else 1.0)
     per_byte = 2 if matrix.packed else 1
     for block in blocks(out_ref.shape[1], sizes):
 
         def step(number: jax.Array, sums: jax.Array, block: slice = block) -> jax.Array:
             begin = pl.multiple_of(number * LANES, LANES)
-            if narrow:
-                part = matrix.eighths(begin, LANES, block)
-            else:
-                part = matrix.part(begin, LANES, dtype, block)
+            part = _part(matrix, dtype, block, eighths)(begin, LANES)
             for half in range(per_byte):
                 first = pl.multiple_of((number * per_byte + half) * LANES, LANES)
                 own = part[:, half * LANES : (half + 1) * LANES]
@@ -199,7 +206,8 @@ def _zeros_share(group_sums_MG: jax.Array, matrix: Matrix, block: slice) -> jax.
             rest = rest - parts[-1]
         rows = jnp.concatenate(parts, axis=0).astype(jnp.bfloat16)
         shares = lax.dot_general(rows, scales_Gb, contracted, preferred_element_type=jnp.float32)
-        return sum(jnp.split(shares, 3))
+        high, middle_part, low = jnp.split(shares, 3)
+        return high + middle_part + low
     shift_Gb = middle(matrix) if matrix.zeros is None else matrix.group_zeros(block)
     return lax.dot_general(
         group_sums_MG,

@@ -19,8 +19,8 @@ from pallas_kernels.quantised_matmul.reference import MIDDLE_OF_NIBBLE
 
 LANES, SUBLANES = 128, 8
 EIGHTH = jnp.float8_e4m3b11fnuz
-"""What matrix units of v5 and v6 widen as they take it. It is e4m3 with exponents larger by four, no negative
-zero, and its code for a NaN; its smallest 16 numbers are even steps from zero, so four bits are such numbers."""
+"""What matrix units of v5 and v6 widen as they take it: e4m3 whose exponents mean four less, with the code of
+negative zero for a NaN. Its 16 smallest numbers are even steps from zero, so four bits are such numbers."""
 FP8_UNIT, NIBBLE_UNIT = 2.0**4, 2.0**13
 """What fp8 and four bits are, by the EIGHTH of the same bits."""
 Ref = Any
@@ -39,10 +39,10 @@ class Sizes:
     block: int
     """Outputs of a tile whose sums are in registers at the same time, of few rows."""
     body: int
-    """Bytes of each row of the matrix that are scheduled as one iteration of the loop over inputs, at most."""
+    """Bytes of each row of the matrix in one iteration of the loop over inputs, at most."""
     many: bool
     """Whether the matrix is widened once for several tiles of rows."""
-    eighths: bool = False
+    eighths: bool
     """Whether the matrix unit takes EIGHTHs beside bfloat16."""
 
     def unroll(self, width: int) -> int:
@@ -113,13 +113,8 @@ class Matrix:
             tile = jnp.concatenate([pltpu.bitcast(half, jnp.int8) for half in _nibbles(tile)], axis=1)
         return tile.astype(dtype)
 
-    @property
-    def has_eighths(self) -> bool:
-        """Whether its numbers are EIGHTHs but for a factor."""
-        return self.values.dtype in (jnp.uint8, jnp.float8_e4m3fn)
-
     def eighths(self, first: Scalar, num_bytes: int, block: slice) -> jax.Array:
-        """`part` in EIGHTHs, smaller by `unit`."""
+        """`part` of fp8 or of four bits in EIGHTHs, smaller by `unit`."""
         tile = self.values[0, block, pl.ds(first, num_bytes)]
         if self.packed:
             return jnp.concatenate([pltpu.bitcast(half, EIGHTH) for half in _nibbles(tile)], axis=1)
