@@ -87,7 +87,8 @@ def named_parameters(checkpoint: AnyCheckpoint, config: EngineConfig, mesh: Mesh
     spread = functools.partial(to_shards, model=config.model, mesh=mesh)
     if mesh is None:
         return read_parameters(checkpoint, recipe, config.compute_format, spread)
-    region_of = functools.partial(own_region, infos=dict(model_parameters(config.model)), mesh=mesh)
+    infos = dict(model_parameters(config.model))
+    region_of = functools.partial(own_region, model=config.model, infos=infos, mesh=mesh)
     return read_parameters(checkpoint, recipe, config.compute_format, spread, region_of)
 
 

@@ -99,8 +99,6 @@ def _spanning(option: str | None, model: ModelConfig, num_devices: int, num_proc
         logger.info("mesh auto: %s, which takes %s", mesh_name(axes), whole)
         return axes
     axes = parse_mesh(option)
-    if PIPE in dict(axes):
-        raise ValueError(f"mesh {mesh_name(axes)}: stages are for one process; for {whole}: tensor, expert")
     spread_model(model, axes)
     if mesh_size(axes) != num_devices:
         raise ValueError(f"mesh {mesh_name(axes)} takes {mesh_size(axes)} devices; it must take {whole}")
