@@ -22,10 +22,10 @@ EOS = (5, 6)
 NUM_ROWS = 8
 
 
-def engine_config() -> EngineConfig:
+def engine_config(vocab: int = VOCAB) -> EngineConfig:
     model = ModelConfig(
         family="llama",
-        vocab_size=VOCAB,
+        vocab_size=vocab,
         hidden_size=8,
         intermediate_size=8,
         num_heads=1,
@@ -199,3 +199,18 @@ def test_a_token_set_larger_than_the_row_keeps_all() -> None:
 def test_a_load_that_does_not_fit_names_the_limit() -> None:
     with pytest.raises(ValueError, match="70 tokens; max_model_len is 64"):
         pack_load(load_of(0, SamplingParams(), [1] * 70, []), CONFIG)
+
+
+@pytest.mark.parametrize("vocab", [96, 97, 512], ids=["blocks of 32", "no blocks", "blocks of 128"])
+def test_greedy_takes_the_lowest_id_among_equals(vocab: int) -> None:
+    config = engine_config(vocab)
+    state = make_state(config, page_layouts(config, "cpu"))
+    random = np.random.default_rng(vocab)
+    logits = random.integers(0, 3, (NUM_ROWS, vocab)).astype(np.float32)
+    logits[0], logits[1] = -np.inf, 1.0
+    logits[2, vocab - 1] = 7.0
+    for slot in range(NUM_ROWS):
+        greedy = load_of(slot, SamplingParams(temperature=0.0), [1], [])
+        state = fill(state, pack_load(greedy, config))
+    chosen = sampled(state, jnp.asarray(logits), jnp.ones((NUM_ROWS,), jnp.int32))
+    np.testing.assert_array_equal(chosen, np.argmax(logits, axis=-1))
