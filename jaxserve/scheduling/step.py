@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -52,6 +52,22 @@ class ScheduledStep:
     """[K]; None in a step without any."""
     waited: bool = False
     """Whether it was planned only when the step before it had been collected, so that it could have some."""
+    parts: Mapping[int, ScheduledStep] = field(default_factory=dict[int, "ScheduledStep"])
+    """Where there are several replicas, the parts of those that have any."""
+
+    @property
+    def most_rows(self) -> int:
+        """Rows of the replica that has most."""
+        return max((part.plan.num_rows for part in self.parts.values()), default=self.plan.num_rows)
+
+    @property
+    def most_sampling(self) -> int:
+        """Of the K sequences those of the replica that has most."""
+        return max((len(part.rows) for part in self.parts.values()), default=len(self.rows))
+
+    def has_part(self, replica: int) -> bool:
+        """Whether it computes anything of a replica."""
+        return replica in self.parts if self.parts else True
 
     @property
     def decodes_only(self) -> bool:
