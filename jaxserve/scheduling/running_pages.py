@@ -84,6 +84,11 @@ class RunningPages:
         for slot, num_tokens in zip(decoding[short].tolist(), wanted[short].tolist(), strict=True):
             self.grow(table.at(slot), num_tokens)
 
+    @property
+    def all_grants(self) -> list[tuple[int, int, int, int]]:
+        """What the step in the making gives to anybody."""
+        return [grant for grants in self.grants.values() for grant in grants]
+
     def grow(self, request: Request, num_tokens: int) -> None:
         """Give a request pages for its first `num_tokens` tokens; they must be free."""
         grown = request.table.grow(num_tokens)

@@ -48,25 +48,32 @@ class RunningRows:
             now: seconds on the loop's clock.
             in_flight: of each replica, whether a step is under way that it has a part in.
         """
-        sorted_out = [self._sort_out(replica, todo, now) for replica in self._replicas]
-        rows, paced = self._max_prompt_rows(*zip(*sorted_out, strict=True))
-        steps = [
-            StepBuilder(self._limits, self._table, rows, decoding, paced=paced) for decoding, _ in sorted_out
-        ]
+        decoding: list[IntArray] = []
+        longer: list[list[int]] = []
+        for replica in self._replicas:
+            one_each, several = self._sort_out(replica.number, todo)
+            decoding.append(replica.pages.find(one_each, now))
+            longer.append(several)
+        rows, paced = self._max_prompt_rows(decoding, longer)
+        steps = [StepBuilder(self._limits, self._table, rows, slots, paced=paced) for slots in decoding]
         if self._drafting is not None:
-            for step, (_, longer) in zip(steps, sorted_out, strict=True):
-                step.num_reserved = len(longer)
+            for step, several in zip(steps, longer, strict=True):
+                step.num_reserved = len(several)
             self._drafting.fill(steps)
         chunked: list[Request] = []
-        for replica, step, (_, longer) in zip(self._replicas, steps, sorted_out, strict=True):
-            chunked += self._plan_chunks(replica, longer, todo, step, now, in_flight[replica.number])
+        for replica in self._replicas:
+            number = replica.number
+            if longer[number]:
+                chunked += self._plan_chunks(
+                    replica, longer[number], todo, steps[number], now, in_flight[number]
+                )
         return steps, chunked
 
     def iterate(self, steps: Sequence[StepBuilder]) -> None:
         """Let the requests decode several tokens each in one dispatch, as nobody waits and each is on its
         own."""
-        most = self._limits.max_iterations
-        if most == 1 or any(self._table.gated[step.decoding].any() for step in steps):
+        most, gated = self._limits.max_iterations, self._table.gated
+        if any(not step.decodes_only or gated[step.decoding].any() for step in steps):
             return
         num_ahead = [self._table.num_ahead(step.decoding, most) for step in steps]
         borrowers = list(zip(self._replicas, steps, num_ahead, strict=True))
@@ -76,16 +83,16 @@ class RunningRows:
                 replica.pages.lend(step.decoding, num)
                 step.num_iterations = num_iterations
 
-    def _sort_out(self, replica: Replica, todo: IntArray, now: float) -> tuple[IntArray, list[int]]:
-        """The slots of a replica that decode, with pages, and those that have several tokens to compute."""
-        order = self._table.order_in(replica.number)
+    def _sort_out(self, replica: int, todo: IntArray) -> tuple[IntArray, list[int]]:
+        """The slots of a replica that decode, and those that have several tokens to compute."""
+        order = self._table.order_in(replica)
         asked = todo[order]
         one_each = asked == 1
         longer: list[int] = []
         decoding = order
         if not one_each.all():
             longer, decoding = order[asked > 1].tolist(), order[one_each]
-        return replica.pages.find(decoding, now), longer
+        return decoding, longer
 
     def _max_prompt_rows(self, decoding: Sequence[IntArray], longer: Sequence[list[int]]) -> tuple[int, bool]:
         """Prompt tokens that the next step may compute beside those that decode, of each replica, and whether

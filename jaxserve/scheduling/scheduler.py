@@ -211,27 +211,23 @@ class Scheduler:
             replica.pages.grants.clear()
         self._newcomers.make_way(now)
         num_preemptions = [replica.pages.num_preemptions for replica in self._replicas]
-        in_flight = [self._has_in_flight(replica) for replica in self._replicas]
+        in_flight = self._who_is_in_flight()
         todo = self._table.todo()
         steps, chunked = self._rows.plan(todo, now, in_flight)
-        # Where all stay, or nobody is left, there may be pages for others.
-        may_admit = [
-            before == replica.pages.num_preemptions
-            or not (self._table.num_taken_in(replica.number) or under_way)
-            for replica, before, under_way in zip(self._replicas, num_preemptions, in_flight, strict=True)
-        ]
-        hurdle: Hurdle | None = "pages"
-        if any(may_admit):
-            open_to = {number: step for number, step in enumerate(steps) if may_admit[number]}
-            hurdle = self._newcomers.admit(open_to, now, in_flight)
-        if not len(self._queue) and all(step.decodes_only for step in steps):
+        open_to: dict[int, StepBuilder] = {}
+        for number, replica in enumerate(self._replicas):
+            all_stay = num_preemptions[number] == replica.pages.num_preemptions
+            if all_stay or not (self._table.num_taken_in(number) or in_flight[number]):
+                open_to[number] = steps[number]  # There may be pages for others.
+        hurdle = self._newcomers.admit(open_to, now, in_flight) if open_to else "pages"
+        if self.limits.max_iterations > 1 and not len(self._queue):
             self._rows.iterate(steps)
         scheduled = self._build(steps)
         if scheduled is not None:
             self._begin(scheduled, chunked, now)
             if hurdle is not None and len(self._queue):
                 self.num_kept_out[hurdle] += 1
-        elif all(may_admit) and not self._in_flight and (todo.any() or self._could_start(now)):
+        elif len(open_to) == len(steps) and not self._in_flight and (todo.any() or self._could_start(now)):
             raise RuntimeError(
                 f"no step can be planned: {self.num_running} samples run and {self.num_waiting} wait"
             )
@@ -305,20 +301,23 @@ class Scheduler:
         """Of a running request."""
         return self._replicas[self._table.replica_of(request.slot)]
 
-    def _has_in_flight(self, replica: Replica) -> bool:
-        """Whether a step is under way that a replica has a part in."""
-        return any(step.has_part(replica.number) for step in self._in_flight)
+    def _who_is_in_flight(self) -> list[bool]:
+        """Of each replica, whether a step is under way that it has a part in."""
+        if len(self._replicas) == 1:
+            return [bool(self._in_flight)]
+        parts = [step.parts or {} for step in self._in_flight]
+        return [any(replica.number in own for own in parts) for replica in self._replicas]
 
     def _build(self, steps: Sequence[StepBuilder]) -> ScheduledStep | None:
         """The step of these parts, one of each replica; None if they are all empty."""
+        if len(self._replicas) == 1:
+            return steps[0].build(self._replicas[0].pages.all_grants)
         parts: dict[int, ScheduledStep] = {}
-        for replica, step in zip(self._replicas, steps, strict=True):
-            part = step.build([grant for grants in replica.pages.grants.values() for grant in grants])
+        for number, replica in enumerate(self._replicas):
+            part = steps[number].build(replica.pages.all_grants)
             if part is not None:
-                parts[replica.number] = part
-        if len(self._replicas) == 1 or not parts:
-            return parts.get(0)
-        return join_parts(parts, self.limits, self._table)
+                parts[number] = part
+        return join_parts(parts, self.limits, self._table) if parts else None
 
     def _begin(self, scheduled: ScheduledStep, chunked: list[Request], now: float) -> None:
         """A step has been planned; those in `chunked` and those it admits compute prompts."""

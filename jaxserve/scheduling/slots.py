@@ -99,6 +99,7 @@ class SlotTable:
         self._replicas = replicas
         self._stride = replicas[1].start if len(replicas) > 1 else num_slots
         self._num_taken = 0
+        self._num_given = sum(map(len, replicas))
         self._order: IntArray | None = None
         self._everyone: Cohort | None = None
         self._num_admissions = 0
@@ -114,7 +115,7 @@ class SlotTable:
 
     @property
     def has_free(self) -> bool:
-        return any(self._free)
+        return self._num_taken < self._num_given
 
     def has_free_in(self, replica: int) -> bool:
         return bool(self._free[replica])
