@@ -48,7 +48,7 @@ class FakeReplicas:
                 replica.load_masks(local, masks[own], None if ahead is None else ahead[own])
 
     def dispatch(self, plan: StepPlan) -> StepHandle:
-        parts = split_plan(plan, self.limits)
+        parts = split_plan(plan, len(self.replicas), self._stride)
         assert sum(len(part.slots) for part in parts) == len(plan.slots)
         assert sum(len(part.grants) for part in parts) == len(plan.grants)
         handles = [

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from jaxserve.config import LogprobsMode
 from jaxserve.engine.state import PROMPT_FLAG, DeviceState
-from sharding import named_sharding, per_shard, shard_index
+from sharding import constrained, per_shard, shard_index
 
 NEGATIVE = -jnp.inf
 
@@ -131,10 +131,8 @@ def choose(
     logits_RV: jax.Array, rows: SamplingRows, state: DeviceState, mesh: Mesh | None
 ) -> tuple[jax.Array, jax.Array]:
     """[R] a token for each row, and the logits [R, V] that it was chosen by; arguments as of `sample`."""
-    adjusted_RV = adjust_logits(logits_RV, rows, state)
-    if mesh is not None:  # Left to itself, the partitioner gathers them whole around the condition below.
-        cut = named_sharding(adjusted_RV.shape, (None, "vocab"), mesh)
-        adjusted_RV = jax.lax.with_sharding_constraint(adjusted_RV, cut)
+    # Left to itself, the partitioner gathers them whole around the condition below.
+    adjusted_RV = constrained(adjust_logits(logits_RV, rows, state), (None, "vocab"), mesh)
     drawn_R = jax.lax.cond(jnp.any(rows.temperature > 0.0), draw, lambda x, _: _argmax(x), adjusted_RV, rows)
     return drawn_R, adjusted_RV
 
