@@ -169,7 +169,7 @@ class CacheConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Everything that the device half compiles against. Where a mesh has replicas, sizes are those of each."""
+    """Everything that the device half compiles against; of a mesh with replicas the sizes of each."""
 
     model: ModelConfig
     cache: CacheConfig

@@ -2,8 +2,8 @@
 
     python -m tests.sharding.replicas MESH...
 
-Prints one JSON object: for each mesh, and for one device, the answers with drafts, with several iterations to a
-step, with samples that share prompts and begun pages, and the tokens that masks leave.
+Prints one JSON object: for each mesh, and for one device, the answers with drafts, with several iterations to
+a step, with samples that share prompts and begun pages, and the tokens that masks leave.
 """
 
 from __future__ import annotations

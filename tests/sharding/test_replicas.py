@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxserve.config import LayerKind
+from jaxserve.config import EngineConfig, LayerKind
 from jaxserve.engine.build import resolve_config
 from jaxserve.engine.options import EngineOptions
 from jaxserve.plan import PageGrant, SequencePlan, StepPlan, StepShape
@@ -93,7 +93,7 @@ def test_host_memory_for_pages_is_refused() -> None:
 def test_slots_and_memory_are_shared_out_and_pages_are_each_replicas_own() -> None:
     model = dataclasses.replace(DENSE, layers=(LayerKind(window=12), LayerKind()))
 
-    def resolved(mesh: str, **settings: int):  # noqa: ANN202
+    def resolved(mesh: str, **settings: int) -> EngineConfig:
         return resolve_config(
             model,
             EngineOptions(**settings),
