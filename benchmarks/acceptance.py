@@ -135,9 +135,8 @@ class Reader:
     def __init__(self, side: Side, context: int, num_layers: int | None) -> None:
         config = side.configure(max_model_len=context)
         layouts = page_layouts(config, jax.default_backend())
-        transformer = Transformer(
-            config, layouts, layer_loop_for(jax.default_backend()), None, local_target()
-        )
+        target = local_target()
+        transformer = Transformer(config, layouts, layer_loop_for(target), None, target)
         self._chunk = config.chunk_rows[-1]
         self._params = side.params
         self._empty = functools.partial(make_cache, config, layouts)

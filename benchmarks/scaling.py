@@ -1,23 +1,24 @@
-"""How a model spreads over devices: seconds to compile and to step, and what sums between chips cost.
+"""How a model spreads over devices: seconds to compile and to step, and what exchanges between chips cost.
 
     python -m benchmarks.scaling
-    python -m benchmarks.scaling --devices 1 2 4 8 --json scaling.json
+    python -m benchmarks.scaling --models experts --json scaling.json
 
-The devices are virtual ones that share this machine's cores: what they have in common shows what spreading a
-model costs the compiler and the host, not what it gains. What the sums between devices take on real chips is
-modelled: the exchanges of `jaxserve compile`, the vendor's bandwidth of links, an estimate for latency.
+The devices are virtual: all of them share this machine's cores, so more of them make no step faster. What is
+seen is overhead: what spreading a model costs the compiler, the host, and exchanges in memory. What exchanges
+take of a step on real chips is modelled: see `benchmarks.communication`.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +26,11 @@ import numpy as np
 
 from jaxserve.config import LayerKind, ModelConfig
 from jaxserve.plan import SamplingParams, SequencePlan, SlotLoad, StepPlan, StepShape
-from jaxserve.planning.chips import find_chip
-from jaxserve.planning.cost_model import CostModel
-from jaxserve.planning.footprint import Footprint
-from jaxserve.planning.models import find_model
+from sharding import mesh_size, parse_mesh
 
-MODEL = ModelConfig(
+DENSE = ModelConfig(
     family="llama",
-    vocab_size=32768,
+    vocab_size=16384,
     hidden_size=512,
     intermediate_size=1536,
     num_heads=16,
@@ -41,61 +39,64 @@ MODEL = ModelConfig(
     layers=(LayerKind(),) * 8,
     max_position=512,
 )
+MODELS: Mapping[str, ModelConfig] = {
+    "dense": DENSE,
+    "experts": dataclasses.replace(
+        DENSE,
+        layers=(LayerKind(experts=True),) * 8,
+        num_experts=8,
+        experts_per_token=2,
+        expert_intermediate_size=512,
+    ),
+}
+AXES = {"dense": ("tensor", "pipe"), "experts": ("expert",)}
+"""Of each model, along which it is spread."""
 SLOTS, CHUNK, REPEATS = 8, 128, 12
-MODELLED = (
-    ("llama-3.1-70b", "v6e", 8),
-    ("llama-3.1-70b", "v5p", 8),
-    ("llama-3.1-70b", "h200", 8),
-    ("llama-3.1-8b", "v5e", 4),
-)
-CONTEXT = 1024
 
 
 def main() -> None:
-    """Read the command line, run each number of devices in a process of its own, print tables."""
+    """Read the command line, run each mesh in a process of its own, print tables."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scaling", description=__doc__)
+    parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS), help="which to spread")
     parser.add_argument("--devices", nargs="*", type=int, default=[1, 2, 4, 8], help="numbers of them")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
-    parser.add_argument("--own", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--own", nargs=2, metavar=("MODEL", "MESH"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.own is not None:
-        print(json.dumps(_measured(arguments.own)))
+        name, mesh = arguments.own
+        print(json.dumps({"model": name} | measure(MODELS[name], mesh)))
         return
+    from benchmarks.communication import shares
     from benchmarks.machine import describe
 
     print(describe())
-    print("devices  compile    decode, 8 rows           prefill, 128 rows")
-    measured = [_in_a_process(number) for number in arguments.devices]
-    for row in measured:
-        print(
-            f"{row['devices']:7}  {row['compile_seconds']:5.1f} s  {row['decode_seconds'] * 1e3:7.2f} ms "
-            f"{SLOTS / row['decode_seconds']:7.0f} tok/s  {row['chunk_seconds'] * 1e3:7.1f} ms "
-            f"{CHUNK / row['chunk_seconds']:7.0f} tok/s"
-        )
-    modelled = list(_modelled())
-    print("\nmodelled: sums between devices, of a step      decode, 64 rows  prefill, 1024 rows")
+    measured: list[dict[str, Any]] = []
+    print("                    compile            decode, 8 rows             prefill, 128 rows")
+    for name in arguments.models:
+        for mesh in meshes(AXES[name], arguments.devices):
+            measured.append(_in_a_process(name, mesh))
+            print(_line(measured[-1]), flush=True)
+    modelled = list(shares())
+    print("\nmodelled: exchanges' part of a step, without and with their latency")
     for row in modelled:
+        kind = "decode" if row["decode"] else "chunk"
         print(
-            f"{row['model']:16} tensor={row['devices']} on {row['chip']:17} {row['decode']:15.1%} "
-            f"{row['chunk']:19.1%}"
+            f"{row['model']:16} {row['target']:8} {row['mesh']:16} {kind:6} {row['rows']:5} rows  "
+            f"{row['least']:6.1%} {row['most']:6.1%}"
         )
     if arguments.json:
         content = {"machine": describe(), "measured": measured, "modelled": modelled}
         arguments.json.write_text(json.dumps(content, indent=1) + "\n")
 
 
-def _in_a_process(num_devices: int) -> dict[str, Any]:
-    flags = f"--xla_force_host_platform_device_count={num_devices}"
-    command = [sys.executable, "-m", "benchmarks.scaling", "--own", str(num_devices)]
-    settings = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "JAX_ENABLE_COMPILATION_CACHE": "false"}
-    process = subprocess.run(
-        command, env=os.environ | settings, stdout=subprocess.PIPE, text=True, check=True
-    )
-    return json.loads(process.stdout)
+def meshes(axes: tuple[str, ...], sizes: list[int]) -> list[str]:
+    """One device, which is the same along any axis, and each axis in each of the other sizes."""
+    alone = [f"{axes[0]}=1"] if 1 in sizes else []
+    return alone + [f"{axis}={size}" for axis in axes for size in sizes if size > 1]
 
 
-def _measured(num_devices: int) -> dict[str, Any]:
-    """Of this process's devices: seconds to compile, and medians of full steps."""
+def measure(model: ModelConfig, mesh_name: str) -> dict[str, Any]:
+    """Of this process's devices: seconds to compile two steps, their exchanges, and medians of full ones."""
     from jaxserve.engine.build import layer_loop_for, local_target, resolve_here
     from jaxserve.engine.engine import DeviceEngine
     from jaxserve.engine.options import EngineOptions
@@ -104,22 +105,39 @@ def _measured(num_devices: int) -> dict[str, Any]:
     from sharding import make_mesh
 
     options = EngineOptions(
-        num_slots=SLOTS, max_chunk=CHUNK, max_model_len=512, num_pages=2**31, mesh=f"tensor={num_devices}"
+        num_slots=SLOTS, max_chunk=CHUNK, max_model_len=512, num_pages=2**31, mesh=mesh_name
     )
-    config = resolve_here(MODEL, options)
-    layer_loop = layer_loop_for("cpu")
+    config = resolve_here(model, options)
+    config = dataclasses.replace(config, decode_rows=(SLOTS,), chunk_rows=(CHUNK,))
+    target = local_target()
+    layer_loop = layer_loop_for(target, spread=bool(config.mesh))
     started = time.monotonic()
-    programs = compile_programs(config, layer_loop, target=local_target())
+    programs = compile_programs(config, layer_loop, target=target)
     compile_seconds = time.monotonic() - started
-    params = place_parameters(_random_parameters(), config.model, layer_loop, make_mesh(config.mesh))
+    mesh = make_mesh(config.mesh)
+    params = place_parameters(_random_parameters(model), config.model, layer_loop, mesh)
     engine = DeviceEngine(config, params, programs)
-    decode, chunk = engine.limits.decode_shapes[-1], engine.limits.chunk_shapes[-1]
+    (decode,), (chunk,) = engine.limits.decode_shapes, engine.limits.chunk_shapes
     return {
-        "devices": num_devices,
+        "mesh": mesh_name,
+        "devices": mesh_size(config.mesh),
         "compile_seconds": compile_seconds,
-        "programs": len(programs.steps),
-        "decode_seconds": _seconds(engine, decode, SLOTS, 1),
-        "chunk_seconds": _seconds(engine, chunk, 1, CHUNK),
+        "decode": _step(engine, programs.steps[decode].run, decode, SLOTS, 1),
+        "prefill": _step(engine, programs.steps[chunk].run, chunk, 1, CHUNK),
+    }
+
+
+def _step(engine: Any, program: Any, shape: StepShape, num_sequences: int, rows: int) -> dict[str, Any]:
+    from jaxserve.engine.collectives import collectives
+
+    seconds = _seconds(engine, shape, num_sequences, rows)
+    found = collectives(program.as_text() or "")
+    always = {one: times for one, times in found.items() if not one.conditional}
+    return {
+        "seconds": seconds,
+        "tokens_per_second": num_sequences * rows / seconds,
+        "exchanges": sum(always.values()),
+        "sent_bytes": int(sum(one.moved_bytes * times for one, times in always.items())),
     }
 
 
@@ -150,27 +168,30 @@ def _load(slot: int, rows: int) -> SlotLoad:
     )
 
 
-def _random_parameters() -> Iterator[tuple[str, np.ndarray]]:
+def _random_parameters(model: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
     from jaxserve.model.parameters import model_parameters
 
     random = np.random.default_rng(0)
-    for name, info in model_parameters(MODEL):
+    for name, info in model_parameters(model):
         yield name, random.standard_normal(info.shape, np.float32) * np.float32(0.05)
 
 
-def _modelled() -> Iterator[dict[str, Any]]:
-    """The share of sums between devices in a step's time."""
-    for name, chip, number in MODELLED:
-        cost = CostModel(Footprint.of(find_model(name)), find_chip(chip), num_chips=number)
-        steps = {
-            "decode": (StepShape(64, 64, 64, decode=True), np.full(64, CONTEXT), np.ones(64, np.int64)),
-            "chunk": (StepShape(1024, 1, 1), np.zeros(1, np.int64), np.full(1, 1024)),
-        }
-        shares = {}
-        for kind, step in steps.items():
-            parts = cost.cost(*step)
-            shares[kind] = parts.collectives / parts.seconds
-        yield {"model": name, "chip": chip, "devices": number, **shares}
+def _in_a_process(name: str, mesh: str) -> dict[str, Any]:
+    flags = f"--xla_force_host_platform_device_count={mesh_size(parse_mesh(mesh))}"
+    command = [sys.executable, "-m", "benchmarks.scaling", "--own", name, mesh]
+    settings = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "JAX_ENABLE_COMPILATION_CACHE": "false"}
+    process = subprocess.run(
+        command, env=os.environ | settings, stdout=subprocess.PIPE, text=True, check=True
+    )
+    return json.loads(process.stdout)
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    steps = (
+        f"{step['seconds'] * 1e3:7.1f} ms {step['tokens_per_second']:6.0f} tok/s {step['exchanges']:4} exch."
+        for step in (row["decode"], row["prefill"])
+    )
+    return f"{row['model']:8} {row['mesh']:9} {row['compile_seconds']:6.1f} s  {'  '.join(steps)}"
 
 
 if __name__ == "__main__":

@@ -134,9 +134,10 @@ def work_of(shape: MatmulShape, device: Any, folder: Path) -> Work:
         return Work(len(bundles), len(loop), 0, operations, loop)
     tile_bytes = sizes.outputs * values.shape[2] * values.dtype.itemsize
     tile_bytes += matrix.num_groups * sizes.outputs * scales.dtype.itemsize
-    trips = values.shape[2] // tpu_few.bytes_an_iteration(matrix, sizes)
-    executed = sum(bundle.depth == 1 for bundle in bundles) + trips * len(inner)
-    return Work(len(bundles), executed, tile_bytes, 0, Loop(tuple(inner)))
+    # A loop of one trip is none.
+    outer = [bundle for bundle in bundles if bundle.depth == 1]
+    executed = len(outer) + tpu_few.trips(matrix, sizes) * len(inner)
+    return Work(len(bundles), executed, tile_bytes, 0, Loop(tuple(inner or outer)))
 
 
 def _busiest(folder: Path) -> tuple[Sequence[Bundle], Loop]:

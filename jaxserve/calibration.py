@@ -216,8 +216,9 @@ class _Probe:
     def __init__(self, model: ModelConfig, options: EngineOptions) -> None:
         # Each slot has all the pages that its longest sequence needs: none is ever granted one.
         config = resolve_here(model, replace(options, num_pages=2**31))
-        layer_loop = layer_loop_for(jax.default_backend())
-        programs = compile_programs(config, layer_loop, target=local_target())
+        target = local_target()
+        layer_loop = layer_loop_for(target)
+        programs = compile_programs(config, layer_loop, target=target)
         shapes = abstract_parameters(model, config.compute_format, layer_loop, recipe_in_force(config))
         self._engine = DeviceEngine(config, _made_up(shapes), programs)
         self._config = config

@@ -15,6 +15,7 @@ from jaxserve.commands.options import (
     read_engine_settings,
     read_sampling,
 )
+from jaxserve.commands.processes import add_process_arguments, join_processes
 from jaxserve.interrupts import interrupts_deferred
 
 if TYPE_CHECKING:
@@ -42,9 +43,11 @@ class Chat:
         # Greedy answers of small models soon repeat themselves over the turns of a conversation.
         add_sampling_arguments(parser, max_tokens=1024, temperature=0.7, top_p=0.95)
         add_engine_arguments(parser)
+        add_process_arguments(parser)
 
     def run(self, args: argparse.Namespace) -> int:
         params = read_sampling(args)
+        join_processes(args)
         with loading(args):
             from jaxserve.opened_model import open_model
 
@@ -55,6 +58,7 @@ class Chat:
                 from jaxserve.llm import LLM
 
             settings = read_engine_settings(args, num_slots=1)
+            # In processes after the first it does not return.
             llm = LLM(model, progress=shows_status(args), **settings)
         with llm:
             conversation = _Conversation(llm, params, args.system, timings=args.verbose)

@@ -121,7 +121,8 @@ class _Reader:
         self._cache = make_cache(config, layouts)
         self._peaks = no_peaks(config.model)
         self._head_D = jnp.zeros(config.model.hidden_size, jnp.float32)
-        transformer = Transformer(config, layouts, layer_loop_for(platform), target=local_target())
+        target = local_target()
+        transformer = Transformer(config, layouts, layer_loop_for(target), target=target)
         self._read = jax.jit(functools.partial(_read_chunk, transformer), donate_argnums=(1, 2, 3))
 
     def read(self, params: Params, window: Window) -> None:

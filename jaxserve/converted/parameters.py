@@ -125,11 +125,13 @@ def restore_parameters(
             yield name, _parameter(arrays, formats[name])
 
 
-def _placed(found: np.ndarray, wanted: Any, sharding: Sharding) -> jax.Array:
-    """An array where it belongs, in the type that it is wanted in.
+def _placed(found: np.ndarray, wanted: Any, sharding: Sharding) -> jax.Array | jax.ShapeDtypeStruct:
+    """An array where it belongs, in the type that it is wanted in; its shape alone where that is not here.
 
     On a CPU it is the mapped file itself, if it begins where XLA wants arrays to, and has been read then.
     """
+    if not sharding.addressable_devices:
+        return jax.ShapeDtypeStruct(wanted.shape, wanted.dtype)
     array = found.astype(wanted.dtype, copy=False)
     if len(sharding.device_set) > 1:
         return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])

@@ -124,12 +124,13 @@ def prepare_ahead(
     axes = tuple((str(axis), size) for axis, size in mesh.shape.items() if size > 1)
     dtype = resolve_dtype(options, platform)
     recipe = recipe_named(options.quantize) if options.quantize else None
-    weights = weight_bytes(model, dtype, layer_loop_for(platform), recipe, axes)
+    target = Target.of(mesh.devices.flat[0])
+    layer_loop = layer_loop_for(target, spread=bool(axes))
+    weights = weight_bytes(model, dtype, layer_loop, recipe, axes)
     free_bytes = free_for_pages(int(memory_bytes), weights)
     options = replace(options, kv_memory=options.kv_memory or free_bytes * num_pools(axes))
     length = options.max_model_len or model.max_position
     config = resolve_config(model, options, platform, dtype, length, axes)
     config = replace(config, decode_rows=decode_rows, chunk_rows=chunk_rows)
-    target = Target.of(mesh.devices.flat[0])
-    abstract = abstract_engine(config, layer_loop_for(platform), target, mesh)
+    abstract = abstract_engine(config, layer_loop, target, mesh)
     return AheadEngine(config, abstract, mesh.size)

@@ -67,14 +67,15 @@ def build_engine(
     Raises ValueError, naming the value and the limit, for options that the model or the machine cannot meet.
     """
     config = configure(checkpoint, options, draft, loaded=params is not None)
-    layer_loop = layer_loop_for(jax.default_backend())
+    target = local_target()
+    layer_loop = layer_loop_for(target, spread=bool(config.mesh))
     # Programs are compiled from shapes alone, so the weights are read meanwhile.
     with ThreadPoolExecutor(1, "jaxserve-load") as pool:
         loaded = pool.submit(_load_all, checkpoint, draft, config, params, on_progress)
         programs = compile_programs(
             config,
             layer_loop,
-            target=local_target(),
+            target=target,
             on_progress=lambda done, total: on_progress("compile", done, total),
         )
         return join_engine(config, loaded.result(), programs, checkpoint.fingerprint)
@@ -136,8 +137,9 @@ def configure(
 
     def own_weights(axes: MeshAxes) -> int:
         config = resolved(replace(options, mesh=None, num_pages=2))
+        loop = layer_loop_for(default_target(), spread=bool(axes))
         return sum(
-            weight_bytes(one.model, one.compute_format, layer_loop_for(platform), recipe_in_force(one), axes)
+            weight_bytes(one.model, one.compute_format, loop, recipe_in_force(one), axes)
             for one in (config, config.draft)
             if one is not None
         )
@@ -212,7 +214,8 @@ def load_parameters(
     mesh = make_mesh(config.mesh)
     named = named_parameters(checkpoint, config, mesh)
     named = reported(named, config.model, lambda done, total: on_progress("load", done, total))
-    params = place_parameters(named, config.model, layer_loop_for(jax.default_backend()), mesh)
+    layer_loop = layer_loop_for(local_target(), spread=mesh is not None)
+    params = place_parameters(named, config.model, layer_loop, mesh)
     jax.block_until_ready(params)
     return_freed_memory()
     return params
@@ -319,10 +322,11 @@ def _resolve_draft_layers(options: EngineOptions, model: ModelConfig, mesh: Mesh
     return num_layers
 
 
-def layer_loop_for(platform: str) -> LayerLoop:
-    """How a platform likes its parameters stored."""
-    loops: dict[str, LayerLoop] = {"cpu": "switched", "tpu": "stacked"}
-    return loops.get(platform, "unrolled")
+def layer_loop_for(target: Target, *, spread: bool = False) -> LayerLoop:
+    """How a device likes its parameters stored. `spread`: over a mesh."""
+    if target.platform == "cpu":
+        return "indexed" if target.native and not spread else "switched"
+    return "stacked" if target.platform == "tpu" else "unrolled"
 
 
 def resolve_dtype(options: EngineOptions, platform: str) -> FloatFormat:

@@ -125,7 +125,7 @@ def make_drafts(
         )
         sampling = sampling_rows(state, slot_S, rows.position_T + 1, token_SK)
         logits_SV = _of_size(source.transformer.logits(source.params(params), hidden_SD), vocab)
-        guessed_S, _ = choose(logits_SV, sampling, state, transformer.mesh)
+        guessed_S = choose(logits_SV, sampling, state, transformer.mesh)
         place_S = jnp.where(number < unread_S, config.max_drafts, number - unread_S)
         return number + 1, cache, guessed_S, token_SK.at[every_S, place_S].set(guessed_S, mode="drop")
 

@@ -87,7 +87,8 @@ def named_parameters(checkpoint: AnyCheckpoint, config: EngineConfig, mesh: Mesh
     spread = functools.partial(to_shards, model=config.model, mesh=mesh)
     if mesh is None:
         return read_parameters(checkpoint, recipe, config.compute_format, spread)
-    region_of = functools.partial(own_region, infos=dict(model_parameters(config.model)), mesh=mesh)
+    infos = dict(model_parameters(config.model))
+    region_of = functools.partial(own_region, model=config.model, infos=infos, mesh=mesh)
     return read_parameters(checkpoint, recipe, config.compute_format, spread, region_of)
 
 
@@ -113,12 +114,12 @@ def read_parameters(
         recipe: gives parameters their formats; rounds them to these if it is not the checkpoint's own.
         compute_format: of the parameters that it leaves alone.
         spread: brings arrays to where they are to be rounded.
-        region_of: the part that is needed here of those that are not kept as they are stored; None for all.
+        region_of: the part that is needed here of each; None for all.
     """
     if recipe is None:
         return checkpoint.read(compute_format, region_of)
     if checkpoint.stored and recipe == checkpoint.stored.recipe:
-        return as_weights(checkpoint.read_stored(compute_format))
+        return as_weights(checkpoint.read_stored(compute_format, region_of))
     return quantised(spread(checkpoint.read("float32", region_of)), checkpoint.config, recipe, compute_format)
 
 

@@ -14,8 +14,10 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.config import FloatFormat, LayerKind, ModelConfig
-from jaxserve.engine.placement import to_shards
-from jaxserve.engine.shardings import parameter_shardings, placed, segment_shardings
+from jaxserve.engine import huge_pages
+from jaxserve.engine.huge_pages import HugePages
+from jaxserve.engine.placement import is_elsewhere, to_shards
+from jaxserve.engine.shardings import parameter_shardings, placed, segment_shardings, weight_shardings
 from jaxserve.model.parameters import EXPERT_NAMES, ParameterInfo, layer_parameters, model_parameters
 from jaxserve.model.spread import regrouped_for
 from jaxserve.model.stages import stages_of
@@ -48,14 +50,19 @@ def quantised(
         recipe: what has which format; norms, biases and routers stay float32.
         compute_format: of what the recipe leaves alone.
     """
-    infos = dict(model_parameters(model))
+    infos, other = dict(model_parameters(model)), jnp.dtype(compute_format)
     for name, array in named:
         info = infos[name]
         format = None if info.full_precision else recipe.format_of(name)
         if format is not None:
-            yield name, quantise(array, format, info.num_input_axes)
+            convert = functools.partial(quantise, format=format, num_input_axes=info.num_input_axes)
         else:
-            yield name, array if info.full_precision else array.astype(jnp.dtype(compute_format))
+            convert = functools.partial(_astype, dtype=None if info.full_precision else other)
+        yield name, jax.eval_shape(convert, array) if is_elsewhere(array) else convert(array)
+
+
+def _astype(array: np.ndarray | jax.Array, *, dtype: Any) -> np.ndarray | jax.Array:
+    return array if dtype is None else array.astype(dtype)
 
 
 def as_weights(
@@ -85,17 +92,23 @@ def place_parameters(
     named = to_shards(named, model, mesh)
     if mesh is not None and num_shards("stages", mesh) > 1:
         return _place_stages(named, model, layer_loop, mesh)
-    tree = _tree(named, model, layer_loop, mesh)
     if mesh is not None:
+        tree = _tree(named, model, layer_loop, mesh)
         return jax.device_put(tree, parameter_shardings(tree, model, mesh))
+    memory = HugePages() if huge_pages.is_available() else None
+    tree = _tree(named, model, layer_loop, mesh, memory)
     return jax.tree.map(lambda array: jax.device_put(array) if isinstance(array, np.ndarray) else array, tree)
 
 
 def _place_stages(named: Named, model: ModelConfig, layer_loop: LayerLoop, mesh: Mesh) -> dict[str, Any]:
-    """The layers of every stage on its own devices, and then as arrays over all of them."""
-    stages = stages_of(model, num_shards("stages", mesh))
-    meshes = [stage_mesh(mesh, stage) for stage in range(len(stages.layers))]
-    layers = [_Layers(stages.model, layer_loop, own, of_stages=True) for own in meshes]
+    """The layers of every stage on its own devices, and then as arrays over all of them.
+
+    Of stages on devices of other processes nothing is here.
+    """
+    stages, infos = stages_of(model, num_shards("stages", mesh)), dict(model_parameters(model))
+    meshes = {stage: stage_mesh(mesh, stage) for stage in range(len(stages.layers))}
+    own = {stage: of for stage, of in meshes.items() if of.local_devices}
+    layers = {stage: _Layers(stages.model, layer_loop, of, of_stages=True) for stage, of in own.items()}
     outer: dict[str, Any] = {}
     alike: dict[tuple[LayerKind, str], Any] = {}
     for full_name, array in named:
@@ -104,18 +117,21 @@ def _place_stages(named: Named, model: ModelConfig, layer_loop: LayerLoop, mesh:
             continue
         _, layer, name = full_name.split(".")
         stage, number = stages.place_of(int(layer))
-        layers[stage].add(number, name, array)
+        if stage in own:
+            layers[stage].add(number, name, array)
         alike[model.layers[int(layer)], name] = jax.tree.map(
-            lambda array: (array.shape, array.dtype, array.sharding.spec), array
+            lambda array, place: (array.shape, array.dtype, place.spec),
+            array,
+            weight_shardings(array, infos[full_name], meshes[stage]),
         )
-    for own, stage_layers, of in zip(meshes, layers, stages.layers, strict=True):
-        for number in (number for number, layer in enumerate(of) if layer is None):
+    for stage, of in own.items():
+        for number in (number for number, layer in enumerate(stages.layers[stage]) if layer is None):
             kind = stages.model.layers[number]
             for name in layer_parameters(model, kind):
-                stage_layers.add(number, name, _zeros(alike[kind, name], own))
+                layers[stage].add(number, name, _zeros(alike[kind, name], of))
     placed_layers = [
-        jax.device_put(own.segments, segment_shardings(own.segments, stages.model, mesh))
-        for own, mesh in zip(layers, meshes, strict=True)
+        jax.device_put(layers[stage].segments, segment_shardings(layers[stage].segments, stages.model, of))
+        for stage, of in own.items()
     ]
     shapes = _of_all_stages(placed_layers[0], len(meshes))
     tree = {**outer, "segments": shapes}
@@ -147,13 +163,23 @@ def _joined(shape: jax.ShapeDtypeStruct, sharding: NamedSharding, *of_stages: ja
     return jax.make_array_from_single_device_arrays(shape.shape, sharding, parts)
 
 
-def _tree(named: Named, model: ModelConfig, layer_loop: LayerLoop, mesh: AnyMesh | None) -> dict[str, Any]:
-    """Parameters, where they lie, as the tree of them all; on a mesh with stages as the first has them."""
+def _tree(
+    named: Named,
+    model: ModelConfig,
+    layer_loop: LayerLoop,
+    mesh: AnyMesh | None,
+    memory: HugePages | None = None,
+) -> dict[str, Any]:
+    """Parameters, where they lie, as the tree of them all; on a mesh with stages as the first has them.
+
+    `memory` is where they stay, if anywhere else than where XLA puts them.
+    """
     tree: dict[str, Any] = {}
-    layers = _Layers(model, layer_loop, mesh, of_stages=num_shards("stages", mesh) > 1)
+    layers = _Layers(model, layer_loop, mesh, memory, of_stages=num_shards("stages", mesh) > 1)
     for full_name, array in named:
         if not full_name.startswith("layers."):
-            tree[full_name] = jax.tree.map(jnp.asarray, array)
+            keep = jnp.asarray if memory is None else memory.keep
+            tree[full_name] = jax.block_until_ready(jax.tree.map(keep, array))
             continue
         _, layer, name = full_name.split(".")
         layers.add(int(layer), name, array)
@@ -165,32 +191,47 @@ class _Layers:
     """The parameters of layers, put together as they arrive."""
 
     def __init__(
-        self, model: ModelConfig, layer_loop: LayerLoop, mesh: AnyMesh | None, *, of_stages: bool
+        self,
+        model: ModelConfig,
+        layer_loop: LayerLoop,
+        mesh: AnyMesh | None,
+        memory: HugePages | None = None,
+        *,
+        of_stages: bool,
     ) -> None:
         """`of_stages`: arrays of one layer have an axis before theirs, along which those of other stages lie.
 
         `model` has these layers and `mesh` their devices, of one stage if there are several.
         """
         self._model, self._layer_loop, self._mesh = model, layer_loop, mesh
-        self._of_stages = of_stages
+        self._of_stages, self._memory = of_stages, memory
         self._places = _layer_positions(model)
         self._entries: list[list[dict[str, Any]]] = [
             [{} for _ in segment.pattern] for segment in model.segments
         ]
 
     def add(self, layer: int, name: str, array: Any) -> None:
-        """One parameter of a layer, which may be quantised."""
+        """One parameter of a layer, which may be quantised.
+
+        It is waited for: a host that ran ahead of its devices would hold all that it read meanwhile.
+        """
         segment, position, repetition = self._places[layer]
         entries, count = self._entries[segment][position], self._model.segments[segment].count
         info = layer_parameters(self._model, self._model.layers[layer])[name]
         num_parts = num_shards(info.first_input_axis, self._mesh)
         if self._layer_loop == "stacked" and name not in EXPERT_NAMES and fits_stack(array, num_parts):
-            entries[name] = _with_member(entries.get(name), for_stack(array), repetition, count)
+            stack = _with_member(entries.get(name), for_stack(array), repetition, count)
+            entries[name] = jax.block_until_ready(stack)
             return
         stacked = self._layer_loop == "stacked" or info.full_precision or name in EXPERT_NAMES
+        stacked |= (
+            self._layer_loop == "indexed" and isinstance(array, QuantisedWeight) and array.format.row_bits > 0
+        )
         if not stacked and self._of_stages:
             array = _with_axis_of_stages(array)
-        entries[name] = _with_repetition(entries.get(name), array, repetition, count, stacked)
+        place = repetition, count
+        stack = _with_repetition(entries.get(name), array, place, self._memory, stacked=stacked)
+        entries[name] = jax.block_until_ready(stack)
 
     @property
     def segments(self) -> tuple[tuple[dict[str, Any], ...], ...]:
@@ -249,27 +290,27 @@ def abstract_parameters(
     return shapes if mesh is None else placed(shapes, parameter_shardings(shapes, model, mesh))
 
 
-def _with_repetition(entry: Any, array: Any, repetition: int, count: int, stacked: bool) -> Any:
-    """A stack of `count`, or a list, with one more repetition; `entry` is None for the first."""
+def _with_repetition(
+    entry: Any, array: Any, place: tuple[int, int], memory: HugePages | None, *, stacked: bool
+) -> Any:
+    """A stack, or a list, with one more repetition, `place` of so many; `entry` is None for the first."""
     if isinstance(array, QuantisedWeight):
         old = entry or QuantisedWeight(None, None, None, array.format)
+        add = functools.partial(_with_repetition, place=place, memory=memory)
         zeros = array.zeros
         return QuantisedWeight(
-            _with_repetition(old.values, array.values, repetition, count, stacked),
-            _with_repetition(old.scales, array.scales, repetition, count, stacked=True),
-            None if zeros is None else _with_repetition(old.zeros, zeros, repetition, count, stacked=True),
+            add(old.values, array.values, stacked=stacked),
+            add(old.scales, array.scales, stacked=True),
+            None if zeros is None else add(old.zeros, zeros, stacked=True),
             array.format,
         )
+    repetition, count = place
     if not stacked:
         members: list[Any] = entry or [None] * count
-        members[repetition] = jnp.asarray(array)
+        members[repetition] = jnp.asarray(array) if memory is None else memory.keep(array)
         return members
     if entry is None:
-        small = count * array.size * array.dtype.itemsize <= _HOST_STACK_BYTES
-        if small and _is_on_host(array):
-            entry = np.zeros((count, *array.shape), array.dtype)
-        else:
-            entry = _empty_stack(array, count)
+        entry = _empty_stack(array, count, memory)
     if isinstance(entry, np.ndarray):
         entry[repetition] = array
         return entry
@@ -283,14 +324,20 @@ def _is_on_host(array: Any) -> bool:
     return isinstance(array, np.ndarray) or len(array.sharding.device_set) == 1
 
 
-def _empty_stack(array: Any, count: int) -> jax.Array:
+def _empty_stack(array: Any, count: int, memory: HugePages | None = None) -> np.ndarray | jax.Array:
     """For so many arrays that are spread over devices as this one is."""
+    shape = count, *array.shape
+    if _is_on_host(array):
+        if memory is not None:
+            return memory.empty(shape, array.dtype)
+        if count * array.size * array.dtype.itemsize <= _HOST_STACK_BYTES:
+            return np.zeros(shape, array.dtype)
     place = getattr(array, "sharding", None)
     if isinstance(place, NamedSharding) and not place.mesh.empty and isinstance(place.mesh, Mesh):
         place = NamedSharding(place.mesh, PartitionSpec(None, *place.spec))
     else:
         place = None
-    return jnp.zeros((count, *array.shape), array.dtype, device=place)
+    return jnp.zeros(shape, array.dtype, device=place)
 
 
 def _with_member(stack: Any, member: Any, repetition: int, count: int) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -28,6 +29,8 @@ def to_shards(
 ) -> Iterator[tuple[str, Parameter]]:
     """Parameters on the devices that hold them, as they arrive; what lies there already is not moved.
 
+    Of one that lies on devices of other processes alone only shapes come, as ShapeDtypeStruct.
+
     Args:
         named: canonical names and parameters, as a checkpoint has them.
         model: as the mesh has it, which may have more KV heads.
@@ -38,24 +41,37 @@ def to_shards(
         return
     infos = dict(model_parameters(model))
     for name, parameter in named:
-        yield name, _on_mesh(name, parameter, infos[name], _home(name, model, mesh))
+        info, home = infos[name], _home(name, model, mesh)
+        if home.local_devices:
+            fitted = _fitted(name, parameter, info, home)
+            yield name, jax.tree.map(_put, fitted, weight_shardings(fitted, info, home))
+        else:
+            yield name, jax.eval_shape(functools.partial(_fitted, name, info=info, mesh=home), parameter)
+
+
+def is_elsewhere(parameter: Parameter) -> bool:
+    """Whether `to_shards` has nothing but its shapes here."""
+    return isinstance(jax.tree.leaves(parameter)[0], jax.ShapeDtypeStruct)
 
 
 def own_region(
-    name: str, shape: tuple[int, ...], infos: Mapping[str, ParameterInfo], mesh: Mesh
+    name: str, shape: tuple[int, ...], model: ModelConfig, infos: Mapping[str, ParameterInfo], mesh: Mesh
 ) -> tuple[slice, ...] | None:
     """The part of a parameter that the devices of this process have of it; None for all.
 
     Args:
         name: of the parameter.
         shape: as the checkpoint has it.
-        infos: of all parameters, as the mesh has them.
+        model: as the mesh has it.
+        infos: of all its parameters.
         mesh: the devices.
     """
-    info = infos[name]
+    info, home = infos[name], _home(name, model, mesh)
+    if not home.local_devices:
+        return (slice(0, 0),) * len(shape)
     if info.shape != shape:  # Heads are repeated, from all that there are.
         return None
-    place = weight_shardings(jax.ShapeDtypeStruct(shape, np.float32), info, mesh)
+    place = weight_shardings(jax.ShapeDtypeStruct(shape, np.float32), info, home)
     parts = [
         [range(size)[cut] for size, cut in zip(shape, index, strict=True)]
         for index in place.addressable_devices_indices_map(shape).values()
@@ -89,7 +105,8 @@ def _home(name: str, model: ModelConfig, mesh: Mesh) -> Mesh:
     return stage_mesh(mesh, stage)
 
 
-def _on_mesh(name: str, parameter: Parameter, info: ParameterInfo, mesh: Mesh) -> Parameter:
+def _fitted(name: str, parameter: Parameter, info: ParameterInfo, mesh: Mesh) -> Parameter:
+    """A parameter as the mesh has it."""
     field = name.rpartition(".")[2]
     if field in ("qkv", "qkv_bias"):
         parameter = jax.tree.map(lambda array: _repeat_kv_heads(array, info.shape[0]), parameter)
@@ -97,7 +114,7 @@ def _on_mesh(name: str, parameter: Parameter, info: ParameterInfo, mesh: Mesh) -
         parameter = _regroup_queries(parameter, info)
     if isinstance(parameter, QuantisedWeight):
         parameter = regrouped_for(parameter, info, mesh)
-    return jax.tree.map(_put, parameter, weight_shardings(parameter, info, mesh))
+    return parameter
 
 
 def _repeat_kv_heads(array: Any, num_heads: int) -> Any:

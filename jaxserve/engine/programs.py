@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jaxserve.config import EngineConfig
+from jaxserve.engine import huge_pages
 from jaxserve.engine.chain_drafts import DRAFT_PARAMETERS, read_known
 from jaxserve.engine.iterations import run_iterations
 from jaxserve.engine.ladder import chunk_shapes, decode_shapes, read_widths
@@ -146,7 +147,10 @@ def make_spread_state(config: EngineConfig) -> DeviceState:
     platform, mesh = jax.default_backend(), make_mesh(config.mesh)
     make = functools.partial(make_state, config, page_layouts(config, platform))
     if mesh is None:
-        return make()
+        state = jax.block_until_ready(make())
+        if huge_pages.is_available():
+            huge_pages.advise(state.cache)
+        return state
     if config.num_replicas > 1:
         make = make_replicas(make, mesh)
     return jax.jit(make, out_shardings=shardings_of(abstract_state(config, platform, mesh)))()

@@ -8,6 +8,8 @@ Axes: R logit rows, V vocabulary, A alternatives reported.
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable
 
 import flax.struct
@@ -20,6 +22,8 @@ from jaxserve.engine.state import PROMPT_FLAG, DeviceState
 from sharding import constrained, per_shard, shard_index
 
 NEGATIVE = -jnp.inf
+_BLOCK = 128
+"""Logits whose largest is found at once, and their place only where it is that of the row."""
 
 
 @flax.struct.dataclass
@@ -112,11 +116,12 @@ def sample(
         logprobs_mode: whether they are of the model or of the distribution sampled from.
         mesh: what the vocabulary is cut over, if anything.
     """
-    drawn_R, adjusted_RV = choose(logits_RV, rows, state, mesh)
+    drawn_R = choose(logits_RV, rows, state, mesh)
     token_R = jnp.where(next_known_R >= 0, next_known_R, drawn_R)
 
     def report() -> Sampled:
-        scored_RV = logits_RV if logprobs_mode == "raw" else truncate(adjusted_RV, rows)
+        raw = logprobs_mode == "raw"
+        scored_RV = logits_RV if raw else truncate(_adjusted(logits_RV, rows, state, mesh), rows)
         return _report(scored_RV, token_R, max_logprobs, mesh)
 
     def skip() -> Sampled:
@@ -127,25 +132,47 @@ def sample(
     return jax.lax.cond(jnp.any(rows.wants_logprobs), report, skip)
 
 
-def choose(
-    logits_RV: jax.Array, rows: SamplingRows, state: DeviceState, mesh: Mesh | None
-) -> tuple[jax.Array, jax.Array]:
-    """[R] a token for each row, and the logits [R, V] that it was chosen by; arguments as of `sample`."""
-    # Left to itself, the partitioner gathers them whole around the condition below.
-    adjusted_RV = constrained(adjust_logits(logits_RV, rows, state), (None, "vocab"), mesh)
-    drawn_R = jax.lax.cond(jnp.any(rows.temperature > 0.0), draw, lambda x, _: _argmax(x), adjusted_RV, rows)
-    return drawn_R, adjusted_RV
+def choose(logits_RV: jax.Array, rows: SamplingRows, state: DeviceState, mesh: Mesh | None) -> jax.Array:
+    """[R] a token for each row; arguments as of `sample`."""
+
+    def by_settings() -> jax.Array:
+        adjusted_RV = _adjusted(logits_RV, rows, state, mesh)
+        return jax.lax.cond(
+            jnp.any(rows.temperature > 0.0),
+            lambda: draw(adjusted_RV, rows, mesh),
+            lambda: _argmax(adjusted_RV, mesh),
+        )
+
+    # No array of logits leaves a condition where nobody asked for one: it would be copied.
+    has_settings = jnp.any(_is_adjusted(rows, state) | (rows.temperature > 0.0))
+    return jax.lax.cond(has_settings, by_settings, lambda: _argmax(logits_RV, mesh))
+
+
+def _adjusted(logits_RV: jax.Array, rows: SamplingRows, state: DeviceState, mesh: Mesh | None) -> jax.Array:
+    """The logits [R, V] that rows are chosen by, cut over a mesh as the model's are."""
+    # Left to itself, the partitioner gathers them whole around a condition.
+    return constrained(adjust_logits(logits_RV, rows, state), (None, "vocab"), mesh)
+
+
+def _is_adjusted(rows: SamplingRows, state: DeviceState) -> jax.Array:
+    """[R] whether `adjust_logits` does anything to a row."""
+    sampling = state.sampling
+    biased_R = sampling.num_biases[rows.slot] > 0
+    withheld_R = rows.position < sampling.min_len[rows.slot]
+    return biased_R | withheld_R | sampling.masked[rows.slot] | _is_penalised(rows)
+
+
+def _is_penalised(rows: SamplingRows) -> jax.Array:
+    """[R] whether the text so far counts against its tokens."""
+    return (rows.repetition_penalty != 1.0) | (rows.presence_penalty != 0.0) | (rows.frequency_penalty != 0.0)
 
 
 def adjust_logits(logits_RV: jax.Array, rows: SamplingRows, state: DeviceState) -> jax.Array:
     """The part of the transform that greedy rows share: bias, penalties, masks (withheld is -inf)."""
     sampling = state.sampling
-    biased_R = sampling.num_biases[rows.slot] > 0
     withheld_R = rows.position < sampling.min_len[rows.slot]
     masked_R = sampling.masked[rows.slot]
-    penalised_R = (
-        (rows.repetition_penalty != 1.0) | (rows.presence_penalty != 0.0) | (rows.frequency_penalty != 0.0)
-    )
+    penalised_R = _is_penalised(rows)
     row_R1 = jnp.arange(logits_RV.shape[0], dtype=jnp.int32)[:, None]
 
     def adjust() -> jax.Array:
@@ -164,14 +191,14 @@ def adjust_logits(logits_RV: jax.Array, rows: SamplingRows, state: DeviceState) 
         can_go_on_R = jnp.any(goes_on_RV > NEGATIVE, axis=-1)
         return jnp.where(can_go_on_R[:, None], goes_on_RV, adjusted_RV)
 
-    return jax.lax.cond(jnp.any(biased_R | withheld_R | masked_R | penalised_R), adjust, lambda: logits_RV)
+    return jax.lax.cond(jnp.any(_is_adjusted(rows, state)), adjust, lambda: logits_RV)
 
 
-def draw(adjusted_RV: jax.Array, rows: SamplingRows) -> jax.Array:
+def draw(adjusted_RV: jax.Array, rows: SamplingRows, mesh: Mesh | None = None) -> jax.Array:
     """[R] tokens by the Gumbel-max trick: argmax of truncated logits plus noise; greedy rows without."""
     truncated_RV = truncate(adjusted_RV, rows)
     noisy_RV = truncated_RV + gumbel_noise(rows.key, rows.position, adjusted_RV.shape[1])
-    return _argmax(jnp.where(rows.temperature[:, None] > 0.0, noisy_RV, adjusted_RV))
+    return _argmax(jnp.where(rows.temperature[:, None] > 0.0, noisy_RV, adjusted_RV), mesh)
 
 
 def truncate(adjusted_RV: jax.Array, rows: SamplingRows) -> jax.Array:
@@ -282,12 +309,30 @@ def _likeliest(scored_RV: jax.Array, number: int, mesh: Mesh | None) -> tuple[ja
     return top_RA, jnp.take_along_axis(token_RA, place_RA, axis=-1)
 
 
-def _argmax(logits_RV: jax.Array) -> jax.Array:
-    """The largest of each row, the lowest id among equals."""
+def _argmax(logits_RV: jax.Array, mesh: Mesh | None) -> jax.Array:
+    """[R] the largest of each row, the lowest id among equals."""
+    block = math.gcd(logits_RV.shape[1], _BLOCK)
+    if mesh is not None or block < _BLOCK // 4:
+        return _first_largest(logits_RV)
+    return jax.lax.platform_dependent(
+        logits_RV, cpu=functools.partial(_first_largest_by_blocks, block), default=_first_largest
+    )
+
+
+def _first_largest(x_RV: jax.Array) -> jax.Array:
     # In two passes: XLA on CPU compares one number at a time where value and place are reduced together.
-    largest_R1 = jnp.max(logits_RV, axis=-1, keepdims=True)
-    id_V = jnp.arange(logits_RV.shape[1], dtype=jnp.int32)
-    return jnp.min(jnp.where(logits_RV >= largest_R1, id_V[None], logits_RV.shape[1] - 1), axis=-1)
+    largest_R1 = jnp.max(x_RV, axis=-1, keepdims=True)
+    id_V = jnp.arange(x_RV.shape[1], dtype=jnp.int32)
+    return jnp.min(jnp.where(x_RV >= largest_R1, id_V[None], x_RV.shape[1] - 1), axis=-1)
+
+
+def _first_largest_by_blocks(block: int, x_RV: jax.Array) -> jax.Array:
+    """The same, looking for the place in one block only: on CPU each pass over all costs more than the last
+    layers do."""
+    x_RBb = x_RV.reshape(x_RV.shape[0], -1, block)
+    block_R = _first_largest(jnp.max(x_RBb, axis=-1))
+    x_Rb = jnp.take_along_axis(x_RBb, block_R[:, None, None], axis=1)[:, 0]
+    return block_R * block + _first_largest(x_Rb)
 
 
 def _ordered_bits(x: jax.Array) -> jax.Array:

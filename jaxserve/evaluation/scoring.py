@@ -137,9 +137,9 @@ class _Reader:
         config = replace(config, cache=cache)
         layouts = page_layouts(config, jax.default_backend())
         mesh = make_mesh(config.mesh)
-        transformer = Transformer(
-            config, layouts, layer_loop_for(jax.default_backend()), mesh, local_target()
-        )
+        target = local_target()
+        layer_loop = layer_loop_for(target, spread=mesh is not None)
+        transformer = Transformer(config, layouts, layer_loop, mesh, target)
         make = functools.partial(make_cache, config, layouts)
         whole, places = None, None
         if mesh is not None:

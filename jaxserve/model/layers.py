@@ -106,8 +106,23 @@ def contract_integers_flat(
     x: jax.Array, weight: jax.Array, scale_T: jax.Array, scales: jax.Array, *, target: Target | None
 ) -> jax.Array:
     """As `contract_integers`, likewise."""
-    rows, matrix, outputs = _flat(x, weight)
-    return int8_matmul(rows, matrix, scale_T, scales.reshape(-1), target=target).reshape(-1, *outputs)
+    return contract_indexed(x, weight[None], 0, scale_T, scales[None], target=target)
+
+
+def contract_indexed(
+    x: jax.Array,
+    stack: jax.Array,
+    layer: jax.Array | int,
+    scale_T: jax.Array,
+    scales: jax.Array,
+    *,
+    target: Target | None,
+) -> jax.Array:
+    """As `contract_integers`, with one of a stack `[L, *out, *in]`; scales are `[L, *out]`."""
+    num_layers, outputs = stack.shape[0], scales.shape[1:]
+    matrices = stack.reshape(num_layers, math.prod(outputs), -1)
+    rows, scale_LO = x.reshape(x.shape[0], -1), scales.reshape(num_layers, -1)
+    return int8_matmul(rows, matrices, layer, scale_T, scale_LO, target=target).reshape(-1, *outputs)
 
 
 def _flat(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array, tuple[int, ...]]:

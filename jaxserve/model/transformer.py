@@ -36,13 +36,15 @@ from pallas_kernels.page_layout import PageLayout
 from pallas_kernels.ragged_paged_attention import AttentionParams
 from sharding import inside_shard, num_shards, per_shard, shard_sum
 
-LayerLoop = Literal["stacked", "switched", "unrolled"]
+LayerLoop = Literal["stacked", "switched", "indexed", "unrolled"]
 """How the loop over layers finds a layer's matrices.
 
 - stacked (TPU): one array for all repetitions, indexed inside the product; a dot fuses the slice there, and
   the kernel for quantised matrices takes the whole stack.
 - switched (CPU): an array for each layer, and a branch for each around every product. A slice of a stack is
   copied on CPU, and unrolling compiles the rest of the layer 30 times over; a branch does neither.
+- indexed (CPU with kernels of its own): likewise, but int8 matrices that rows are rounded for are one array,
+  in which the kernel finds the layer's.
 - unrolled (GPU): an array for each layer, and the loop written out.
 
 Norms, biases, routers and the scales of quantised matrices are small and always stacked. So are experts:

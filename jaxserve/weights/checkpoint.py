@@ -88,15 +88,21 @@ class Checkpoint:
             (name, self._read_plain(name, info, dtype, region_of(name, info.shape))) for name, info in infos
         )
 
-    def read_stored(self, compute_format: FloatFormat) -> Iterator[tuple[str, np.ndarray | StoredMatrix]]:
-        """The same, but parameters that a format holds exactly are in it: those of `stored.formats`."""
+    def read_stored(
+        self, compute_format: FloatFormat, region_of: RegionOf = lambda name, shape: None
+    ) -> Iterator[tuple[str, np.ndarray | StoredMatrix]]:
+        """The same, but parameters that a format holds exactly are in it: those of `stored.formats`.
+
+        Of these all is read, or nothing where nothing of one is needed.
+        """
         dtype = _dtype(compute_format)
         formats = self.stored.formats if self.stored else {}
 
         def read(name: str, info: ParameterInfo) -> np.ndarray | StoredMatrix:
+            region = region_of(name, info.shape)
             if name in formats:
-                return read_exactly(info, formats[name], self._sources[name])
-            return self._read_plain(name, info, dtype)
+                return read_exactly(info, formats[name], () if _is_empty(region) else self._sources[name])
+            return self._read_plain(name, info, dtype, region)
 
         return ((name, read(name, info)) for name, info in model_parameters(self.config))
 
@@ -104,6 +110,8 @@ class Checkpoint:
         self, name: str, info: ParameterInfo, dtype: np.dtype[Any], region: Region | None = None
     ) -> np.ndarray:
         parameter = np.empty(info.shape, np.float32 if info.full_precision else dtype)
+        if _is_empty(region):
+            return parameter
         wanted = None if region is None else _inside(info.shape, region)
         read_widened(parameter, self._sources[name], wanted)
         if self._naming.norm_offset and name.endswith("norm"):
@@ -132,6 +140,10 @@ def open_checkpoint(path: Path) -> Checkpoint:
     stored = stored_weights(config, sources, quantised)
     fingerprint = _fingerprint(config, tensors, quantised)
     return Checkpoint(path, config, metadata, fingerprint, stored, naming, sources)
+
+
+def _is_empty(region: Region | None) -> bool:
+    return region is not None and any(cut.start == cut.stop for cut in region)
 
 
 def _inside(shape: tuple[int, ...], region: Region) -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Implementation, Target, choose
 from pallas_kernels.int8_matmul.cpu import multiply_cpu
@@ -17,9 +18,10 @@ IMPLEMENTATIONS = (
 
 def int8_matmul(
     x_TI: jax.Array,
-    w_OI: jax.Array,
+    w_LOI: jax.Array,
+    layer: jax.Array | int,
     scale_T: jax.Array,
-    scale_O: jax.Array,
+    scale_LO: jax.Array,
     *,
     target: Target | None = None,
 ) -> jax.Array:
@@ -27,19 +29,20 @@ def int8_matmul(
 
     Args:
         x_TI: the rows, int8, or int16 of at most 14 bits whose sums of products fit into 32 bits.
-        w_OI: the matrix, a row for each output.
-        scale_T, scale_O: float32, of each row and of each output; a sum is multiplied by their product.
+        w_LOI: matrices, a row for each output, of which one is read.
+        layer: int32, which one.
+        scale_T, scale_LO: float32, of each row and of each output; a sum is multiplied by their product.
         target: the device to trace for; None for any, which takes the reference.
 
     Raises ValueError at trace time on shapes that disagree.
     """
-    if x_TI.ndim != 2 or w_OI.ndim != 2 or x_TI.shape[1] != w_OI.shape[1]:
-        raise ValueError(f"rows {x_TI.shape} times a matrix {w_OI.shape}: the last axes must agree")
-    if scale_T.shape != x_TI.shape[:1] or scale_O.shape != w_OI.shape[:1]:
+    if x_TI.ndim != 2 or w_LOI.ndim != 3 or x_TI.shape[1] != w_LOI.shape[2]:
+        raise ValueError(f"rows {x_TI.shape} times matrices {w_LOI.shape}: the last axes must agree")
+    if scale_T.shape != x_TI.shape[:1] or scale_LO.shape != w_LOI.shape[:2]:
         raise ValueError(
-            f"scales {scale_T.shape} and {scale_O.shape} of rows {x_TI.shape} and a matrix {w_OI.shape}: "
+            f"scales {scale_T.shape} and {scale_LO.shape} of rows {x_TI.shape} and matrices {w_LOI.shape}: "
             "they must have one for each row and one for each output"
         )
     target = target or Target()
     chosen, _ = choose("int8_matmul", IMPLEMENTATIONS, target, native=target.native)
-    return chosen.run(x_TI, w_OI, scale_T, scale_O)
+    return chosen.run(x_TI, w_LOI, jnp.asarray(layer, jnp.int32), scale_T, scale_LO)

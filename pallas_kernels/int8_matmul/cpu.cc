@@ -159,19 +159,22 @@ void Column(const int16_t* x, const int8_t* w, int64_t rows, int64_t n, Scaled o
 
 }  // namespace
 
-// x [rows, n] int8 or int16, w [outputs, n] int8, x_scale [rows], w_scale [outputs] -> [rows, outputs] float32.
+// x [rows, n] int8 or int16, w [layers, outputs, n] int8, layer int32, x_scale [rows], w_scale [layers, outputs]
+// -> [rows, outputs] float32.
 extern "C" XLA_FFI_Error* JaxserveInt8Matmul(XLA_FFI_CallFrame* frame) {
   if (jaxserve::AnswersMetadata(frame)) return nullptr;
-  if (frame->args.size != 4) return jaxserve::Fail(frame, "four operands");
+  if (frame->args.size != 5) return jaxserve::Fail(frame, "five operands");
   const auto &x = jaxserve::Operand(frame, 0), &w = jaxserve::Operand(frame, 1);
   const bool wide_rows = x.dtype == XLA_FFI_DataType_S16;
-  if ((x.dtype != XLA_FFI_DataType_S8 && !wide_rows) || w.dtype != XLA_FFI_DataType_S8 || x.rank != 2 || w.rank != 2 ||
-      x.dims[1] != w.dims[1])
-    return jaxserve::Fail(frame, "operands must be int8 or int16 [rows, n] and int8 [outputs, n]");
-  const int64_t rows = x.dims[0], outputs = w.dims[0], n = x.dims[1];
-  const auto* weights = jaxserve::Data<const int8_t>(w);
-  const Scaled all{jaxserve::Data<const float>(jaxserve::Operand(frame, 2)),
-                   jaxserve::Data<const float>(jaxserve::Operand(frame, 3)),
+  if ((x.dtype != XLA_FFI_DataType_S8 && !wide_rows) || w.dtype != XLA_FFI_DataType_S8 || x.rank != 2 || w.rank != 3 ||
+      x.dims[1] != w.dims[2])
+    return jaxserve::Fail(frame, "operands must be int8 or int16 [rows, n] and int8 [layers, outputs, n]");
+  const int64_t rows = x.dims[0], outputs = w.dims[1], n = x.dims[1];
+  const int64_t layer = *jaxserve::Data<const int32_t>(jaxserve::Operand(frame, 2));
+  if (layer < 0 || layer >= w.dims[0]) return jaxserve::Fail(frame, "there is no such layer");
+  const auto* weights = jaxserve::Data<const int8_t>(w) + layer * outputs * n;
+  const Scaled all{jaxserve::Data<const float>(jaxserve::Operand(frame, 3)),
+                   jaxserve::Data<const float>(jaxserve::Operand(frame, 4)) + layer * outputs,
                    jaxserve::Data<float>(jaxserve::Result(frame)), outputs};
   int64_t first = 0;  // Output that is left to do.
 #if JAXSERVE_AMX

@@ -18,8 +18,12 @@ def join_halves(sums: jax.Array) -> jax.Array:
     return (high << 7) + low
 
 
-def multiply_reference(x_TI: jax.Array, w_OI: jax.Array, scale_T: jax.Array, scale_O: jax.Array) -> jax.Array:
+def multiply_reference(
+    x_TI: jax.Array, w_LOI: jax.Array, layer: jax.Array, scale_T: jax.Array, scale_LO: jax.Array
+) -> jax.Array:
     """See `int8_matmul`."""
+    only = w_LOI.shape[0] == 1  # A slice is copied on CPU.
+    w_OI, scale_O = (w_LOI[0], scale_LO[0]) if only else (w_LOI[layer], scale_LO[layer])
     return _sums(x_TI, w_OI).astype(jnp.float32) * (scale_T[:, None] * scale_O[None])
 
 

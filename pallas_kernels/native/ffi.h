@@ -47,15 +47,38 @@ T* Data(const XLA_FFI_Buffer& buffer) {
   return static_cast<T*>(buffer.data);
 }
 
-// Pieces of work that threads take one after another.
-struct Job {
-  std::function<void(int64_t)> work;
-  int64_t num_pieces;
-  std::atomic<int64_t> next{0}, done{0};
-
-  void Run() {
-    for (int64_t piece; (piece = next.fetch_add(1)) < num_pieces; done.fetch_add(1)) work(piece);
+// Pieces of work, a run of neighbours for each thread: memory is read fastest in one direction. A thread that has
+// come to the end of its own helps with those of the others.
+class Job {
+ public:
+  Job(int64_t num_pieces, int64_t num_threads, std::function<void(int64_t)> work)
+      : num_runs_(num_threads), num_pieces_(num_pieces), work_(std::move(work)), runs_(new Run[num_threads]) {
+    for (int64_t i = 0; i < num_runs_; ++i) {
+      runs_[i].next = num_pieces * i / num_runs_;
+      runs_[i].end = num_pieces * (i + 1) / num_runs_;
+    }
   }
+
+  void Help() {
+    const int64_t own = num_helpers_.fetch_add(1);
+    for (int64_t i = 0; i < num_runs_; ++i) {
+      Run& run = runs_[(own + i) % num_runs_];
+      for (int64_t piece; (piece = run.next.fetch_add(1)) < run.end; num_done_.fetch_add(1)) work_(piece);
+    }
+  }
+
+  bool Done() const { return num_done_.load(std::memory_order_acquire) == num_pieces_; }
+
+ private:
+  struct alignas(64) Run {
+    std::atomic<int64_t> next;
+    int64_t end;
+  };
+
+  const int64_t num_runs_, num_pieces_;
+  const std::function<void(int64_t)> work_;
+  const std::unique_ptr<Run[]> runs_;
+  std::atomic<int64_t> num_helpers_{0}, num_done_{0};
 };
 
 // Where a thread that has just helped finds the next job: for a short while it looks here before it goes back to
@@ -80,7 +103,7 @@ class Relay {
   // Takes part in a job, and in those offered within kPatience of the last one's end.
   void Help(std::shared_ptr<Job> job) {
     looking_.fetch_add(1);
-    for (uint64_t seen = offered_.load(std::memory_order_acquire); job != nullptr; job = Next(&seen)) job->Run();
+    for (uint64_t seen = offered_.load(std::memory_order_acquire); job != nullptr; job = Next(&seen)) job->Help();
     looking_.fetch_sub(1);
   }
 
@@ -111,10 +134,8 @@ inline void ParallelFor(XLA_FFI_CallFrame* frame, int64_t num_pieces, std::funct
   count.ctx = frame->ctx;
   count.num_threads = &num_threads;
   frame->api->XLA_FFI_ThreadPool_NumThreads(&count);
-  auto job = std::make_shared<Job>();
-  job->work = std::move(work);
-  job->num_pieces = num_pieces;
   const int64_t most = std::min(num_threads, num_pieces);
+  const auto job = std::make_shared<Job>(num_pieces, most, std::move(work));
   for (int64_t helper = 1 + (most > 1 ? Relay::Shared().Offer(job) : 0); helper < most; ++helper) {
     XLA_FFI_ThreadPool_Schedule_Args task{};
     task.struct_size = XLA_FFI_ThreadPool_Schedule_Args_STRUCT_SIZE;
@@ -126,8 +147,8 @@ inline void ParallelFor(XLA_FFI_CallFrame* frame, int64_t num_pieces, std::funct
     task.data = new std::shared_ptr<Job>(job);
     frame->api->XLA_FFI_ThreadPool_Schedule(&task);
   }
-  job->Run();
-  while (job->done.load(std::memory_order_acquire) < num_pieces) std::this_thread::yield();
+  job->Help();
+  while (!job->Done()) std::this_thread::yield();
 }
 
 }  // namespace jaxserve

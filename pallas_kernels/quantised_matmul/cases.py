@@ -112,5 +112,9 @@ CASES = (
         9, 65, inputs=768, outputs=256, storage="uint4x2", group=32, zeros=True, scale_type="bfloat16"
     ),
     *_floating(4, inputs=768, outputs=96, storage="uint4x2", group=256),
+    *_floating(50, inputs=512, outputs=640, storage="uint4x2", group=32, scale_type="bfloat16"),
+    MatmulCase(50, 640, 384, rows="int16"),
+    MatmulCase(3, 5120, 64, "float8_e4m3fn"),
+    MatmulCase(3, 10240, 64, "uint4x2", group=128, zeros=True),
 )
 """Of every format, by few rows and by many; tiles that are whole and others that are not."""

@@ -31,7 +31,8 @@ def multiply_reference(
         return jax.lax.dynamic_index_in_dim(stack, layer, 0, keepdims=False)
 
     if row_scale_T is not None:
-        return multiply_integers(x_TI, own(values_LOI), row_scale_T, own(scales)).astype(out_type)
+        index = jnp.asarray(layer, jnp.int32)
+        return multiply_integers(x_TI, values_LOI, index, row_scale_T, scales).astype(out_type)
     if scales.ndim == 2 and zeros is None and values_LOI.dtype != jnp.uint8:
         # Eight bits are exact in every type that x can have, so the scales can wait.
         unscaled_TO = _contract(x_TI, own(values_LOI).astype(x_TI.dtype))

@@ -19,14 +19,19 @@ from pallas_kernels.quantised_matmul.tpu_tiles import LANES, Matrix, Sizes
 MAX_FEW_ROWS = 64
 """Rows up to which the matrix units wait for weights and not the other way round."""
 ROW_TYPES = ("float32", "bfloat16", "int8", "int16")
-SHALLOW = ("v4", "v5")
-"""Chips whose matrix units take 128 inputs at once; later ones take 256."""
-FEW_TILE_BYTES, FEW_TILE_OUTPUTS = 2 << 20, 512
+WITHOUT_EIGHTHS = ("v4", "7x")
+"""Chips whose matrix units do not widen EIGHTHs."""
+FEW_TILE_BYTES, FEW_TILE_OUTPUTS = 4 << 20, 512
 MANY_TILE_OUTPUTS, MANY_TILE_ROWS = 512, 512
 MANY_TILES_BYTES = 60 << 20
 """Of vector memory; v5p is taken to have 64 MiB for each core."""
-MAX_LONG_BODY_ROWS = 32
-"""Rows whose sums leave registers for a loop body of four steps instead of two."""
+MAX_BROAD_ROWS = 32
+"""Rows up to which the sums of FEW_OUTPUTS leave registers for what is widened."""
+FEW_OUTPUTS, FEW_GROUP_OUTPUTS, FEW_NARROW_OUTPUTS = 512, 256, 128
+"""Whose sums are in registers at the same time: fewer of more rows, fewest where channels have scales."""
+FEW_BODY_BYTES = 4096
+FEW_BROAD_BODY_BYTES = 2048
+"""Where all outputs of a tile make a body long, and it does not scale groups."""
 
 
 def obstacle(
@@ -89,14 +94,20 @@ def choose_sizes(num_rows: int, matrix: Matrix, target: Target) -> Sizes:
     """Tiles for so many rows."""
     row_bytes = matrix.values.shape[2]
     whole = -(-matrix.num_outputs // (2 * LANES)) * 2 * LANES
-    depth = LANES if any(name in target.device_kind for name in SHALLOW) else 2 * LANES
+    eighths = not any(name in target.device_kind for name in WITHOUT_EIGHTHS)
     if num_rows <= MAX_FEW_ROWS:
         rows = 8 if num_rows <= 8 else -(-num_rows // 16) * 16
         fitting = FEW_TILE_BYTES // row_bytes // (2 * LANES) * 2 * LANES
         outputs = max(2 * LANES, min(FEW_TILE_OUTPUTS, fitting, whole))
-        return Sizes(rows, outputs, depth, 4 if rows <= MAX_LONG_BODY_ROWS else 2, many=False)
+        block, body = FEW_OUTPUTS, FEW_BODY_BYTES
+        if rows > MAX_BROAD_ROWS:
+            block = FEW_GROUP_OUTPUTS if matrix.num_groups else FEW_NARROW_OUTPUTS
+        elif not matrix.num_groups:
+            body = FEW_BROAD_BODY_BYTES
+        return Sizes(rows, outputs, block, body, many=False, eighths=eighths)
     # Two tiles of the matrix and a widened one take at most half, two of rows the rest, two bytes a number.
     fitting = MANY_TILES_BYTES // 2 // (2 * row_bytes + 2 * matrix.num_inputs) // (2 * LANES) * 2 * LANES
     rows_fitting = MANY_TILES_BYTES // 2 // (4 * matrix.num_inputs) // 32 * 32
     rows = min(MANY_TILE_ROWS, max(32, rows_fitting), -(-num_rows // 32) * 32)
-    return Sizes(rows, max(2 * LANES, min(MANY_TILE_OUTPUTS, fitting, whole)), depth, 1, many=True)
+    outputs = max(2 * LANES, min(MANY_TILE_OUTPUTS, fitting, whole))
+    return Sizes(rows, outputs, outputs, matrix.num_bytes, many=True, eighths=eighths)

@@ -54,7 +54,7 @@ def multiply_many(
         rows.append(row_scale_T1)
         row_specs.append(pl.BlockSpec((sizes.rows, 1), lambda o, t, _: (t, 0)))
     return pl.pallas_call(
-        functools.partial(_kernel, has_zeros=matrix.zeros is not None),
+        functools.partial(_kernel, stored_zeros=matrix.zeros is not None),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(pl.cdiv(matrix.num_outputs, sizes.outputs), num_rows // sizes.rows),
@@ -77,10 +77,12 @@ def _kernel(
     layer_ref: Ref,  # SMEM [1]
     x_ref: Ref,  # VMEM [P, t, I]
     *refs: Ref,  # scales of rows [t, 1]; the matrix's; out [t, o]; sums [P * t, o]; the widened tile [o, I]
-    has_zeros: bool,
+    stored_zeros: bool,
 ) -> None:
     dtype, (num_planes, num_rows, num_inputs) = x_ref.dtype, x_ref.shape
-    row_scale_ref, matrix, out_ref, (sums_ref, *wide_ref) = split_refs(refs, dtype, num_inputs, has_zeros)
+    row_scale_ref, matrix, out_ref, (sums_ref, *wide_ref) = split_refs(
+        refs, jnp.issubdtype(dtype, jnp.integer), num_inputs, stored_zeros
+    )
     if wide_ref:
 
         @pl.when(pl.program_id(1) == 0)

@@ -18,8 +18,11 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.quantised_matmul.reference import MIDDLE_OF_NIBBLE
 
 LANES, SUBLANES = 128, 8
-BIASED_NIBBLE, NIBBLE_BIAS = 0x43004300, 128
-"""Two numbers of bfloat16 that are 128 with the last four bits free: whatever is put there is added."""
+EIGHTH = jnp.float8_e4m3b11fnuz
+"""What matrix units of v5 and v6 widen as they take it: e4m3 whose exponents mean four less, with the code of
+negative zero for a NaN. Its 16 smallest numbers are even steps from zero, so four bits are such numbers."""
+FP8_UNIT, NIBBLE_UNIT = 2.0**4, 2.0**13
+"""What fp8 and four bits are, by the EIGHTH of the same bits."""
 Ref = Any
 """A reference to memory inside a kernel."""
 Scalar = jax.Array | int
@@ -33,12 +36,18 @@ class Sizes:
     """Of a tile of x, twice as many where a row is two of int8."""
     outputs: int
     """Of a tile of the matrix, a multiple of 256."""
-    depth: int
-    """Inputs that the matrix unit takes at once."""
-    unroll: int
-    """Iterations of the loop over inputs that are scheduled as one, at most."""
+    block: int
+    """Outputs of a tile whose sums are in registers at the same time, of few rows."""
+    body: int
+    """Bytes of each row of the matrix in one iteration of the loop over inputs, at most."""
     many: bool
     """Whether the matrix is widened once for several tiles of rows."""
+    eighths: bool
+    """Whether the matrix unit takes EIGHTHs beside bfloat16."""
+
+    def unroll(self, width: int) -> int:
+        """Iterations over so many bytes that are scheduled as one, at most."""
+        return max(1, self.body // width)
 
 
 @dataclass(frozen=True)
@@ -93,70 +102,56 @@ class Matrix:
         """Float32 [1, o] of a tile."""
         return self.scales[pl.ds(lax.rem(layer, jnp.int32(SUBLANES)), 1), :]
 
-    def group_zeros(self) -> jax.Array:
-        """Float32 [G, o] of a tile."""
-        return self.zeros[0].astype(jnp.int32).astype(jnp.float32)
+    def group_zeros(self, block: slice = slice(None)) -> jax.Array:
+        """Float32 [G, o] of a tile, or of a block of its outputs."""
+        return self.zeros[0, :, block].astype(jnp.int32).astype(jnp.float32)
 
-    def part(self, first: Scalar, num_bytes: int, dtype: Any) -> jax.Array:
+    def part(self, first: Scalar, num_bytes: int, dtype: Any, block: slice = slice(None)) -> jax.Array:
         """`[o, c]`: the numbers of some bytes of each row as they are stored, of four bits those of 128."""
-        tile = self.values[0, :, pl.ds(first, num_bytes)]
-        if not self.packed:
-            return tile.astype(dtype)
-        numbers = tile.astype(jnp.int32)
-        return jnp.concatenate([numbers & 0x0F, numbers >> 4], axis=1).astype(dtype)
+        tile = self.values[0, block, pl.ds(first, num_bytes)]
+        if self.packed:
+            tile = jnp.concatenate([pltpu.bitcast(half, jnp.int8) for half in _nibbles(tile)], axis=1)
+        return tile.astype(dtype)
 
-    def biased_parts(self, first: Scalar) -> list[jax.Array]:
-        """`[o / 2, c]` in bfloat16: of 128 bytes the numbers of even outputs, then those of odd ones, each
-        with NIBBLE_BIAS added.
+    def eighths(self, first: Scalar, num_bytes: int, block: slice) -> jax.Array:
+        """`part` of fp8 or of four bits in EIGHTHs, smaller by `unit`."""
+        tile = self.values[0, block, pl.ds(first, num_bytes)]
+        if self.packed:
+            return jnp.concatenate([pltpu.bitcast(half, EIGHTH) for half in _nibbles(tile)], axis=1)
+        return pltpu.bitcast(_without_negative_zero(pltpu.bitcast(tile, jnp.uint32)), EIGHTH)
 
-        A register's word is a byte of four outputs; two that are 16 bits apart become two of bfloat16.
-        """
-        words = pltpu.bitcast(self.values[0, :, pl.ds(first, LANES)], jnp.uint32)
+    @property
+    def unit(self) -> float:
+        """What a number is, by its EIGHTH."""
+        return NIBBLE_UNIT if self.packed else FP8_UNIT
 
-        def number(shift: int) -> jax.Array:
-            bits = (words >> jnp.uint32(shift)) & jnp.uint32(0x000F000F) | jnp.uint32(BIASED_NIBBLE)
-            return pltpu.bitcast(bits, jnp.bfloat16)
 
-        return [jnp.concatenate([number(shift), number(shift + 4)], axis=1) for shift in (0, 8)]
+def _nibbles(packed: jax.Array) -> list[jax.Array]:
+    """uint32: of four bytes each the lower halves, then the upper ones."""
+    words = pltpu.bitcast(packed, jnp.uint32)
+    return [(words >> jnp.uint32(shift)) & jnp.uint32(0x0F0F0F0F) for shift in (0, 4)]
+
+
+def _without_negative_zero(words: jax.Array) -> jax.Array:
+    """Of e4m3's bits, four numbers a word, those of EIGHTHs: zero has no sign, and a NaN only that."""
+    sizes = words & jnp.uint32(0x7F7F7F7F)
+    is_nan = ((sizes + jnp.uint32(0x01010101)) >> jnp.uint32(7)) & jnp.uint32(0x01010101)
+    is_not_zero = sizes + jnp.uint32(0x7F7F7F7F)
+    return sizes + is_nan | words & is_not_zero & jnp.uint32(0x80808080)
 
 
 def split_refs(
-    refs: Sequence[Ref], dtype: Any, num_inputs: int, has_zeros: bool
+    refs: Sequence[Ref], beside_rows: bool, num_inputs: int, stored_zeros: bool
 ) -> tuple[Ref | None, Matrix, Ref, list[Ref]]:
-    """A kernel's references after x: scales of rows of integers, the matrix, the result, the rest."""
-    row_scale_ref = zeros_ref = None
-    if jnp.issubdtype(dtype, jnp.integer):
-        row_scale_ref, *refs = refs
+    """A kernel's references after x: what else there is of rows, the matrix, the result, the rest."""
+    beside_ref = zeros_ref = None
+    if beside_rows:
+        beside_ref, *refs = refs
     values_ref, scales_ref, *refs = refs
-    if has_zeros:
+    if stored_zeros:
         zeros_ref, *refs = refs
     out_ref, *refs = refs
-    return row_scale_ref, Matrix(values_ref, scales_ref, zeros_ref, num_inputs), out_ref, refs
-
-
-def interleaved(even: jax.Array, odd: jax.Array) -> jax.Array:
-    """`[n, o]` of its even and its odd columns `[n, o / 2]`: what no vector unit does, a matrix unit can."""
-    from_even, from_odd = (_every_second(2 * LANES, offset, even.dtype, LANES) for offset in (0, 1))
-    blocks = [slice(first, first + LANES) for first in range(0, even.shape[1], LANES)]
-    return jnp.concatenate([dot(even[:, at], from_even) + dot(odd[:, at], from_odd) for at in blocks], axis=1)
-
-
-def halves(x: jax.Array) -> list[jax.Array]:
-    """The even and the odd columns of `[n, o]`, in float32."""
-    blocks = [x[:, first : first + 2 * LANES] for first in range(0, x.shape[1], 2 * LANES)]
-    return [
-        jnp.concatenate(
-            [dot(block, _every_second(2 * LANES, offset, x.dtype, LANES).T) for block in blocks], axis=1
-        )
-        for offset in (0, 1)
-    ]
-
-
-def _every_second(num_rows: int, offset: int, dtype: Any, num_columns: int) -> jax.Array:
-    """Zeros with a one at [2 n + offset, n]."""
-    row = lax.broadcasted_iota(jnp.int32, (num_rows, num_columns), 0)
-    column = lax.broadcasted_iota(jnp.int32, (num_rows, num_columns), 1)
-    return jnp.where(row == 2 * column + offset, 1.0, 0.0).astype(dtype)
+    return beside_ref, Matrix(values_ref, scales_ref, zeros_ref, num_inputs), out_ref, refs
 
 
 def sum_type(dtype: Any) -> Any:

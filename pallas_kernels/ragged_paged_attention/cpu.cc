@@ -18,6 +18,7 @@ namespace {
 
 constexpr int64_t kLanes = 128;
 constexpr int64_t kTokens = 16;   // of a block; pages are a multiple
+constexpr int64_t kAhead = 2;     // blocks, after which memory is asked for
 constexpr int64_t kQueries = 48;  // that share a block, rows times queries of a KV head, where that is more than one row
 constexpr int64_t kManyPieces = 32;  // of which threads make even shares
 constexpr float kMasked = -std::numeric_limits<float>::infinity();
@@ -100,6 +101,9 @@ struct Piece {
   int64_t sequence, head, first_row, num_rows, first_position;
 };
 
+// One past the last row's position.
+int64_t End(const Piece& piece) { return piece.first_position + piece.num_rows; }
+
 Vector Numbers(const float* x) { return Load(x); }
 
 Vector Numbers(const uint16_t* x) {  // bfloat16: the upper half of a float32
@@ -166,14 +170,18 @@ Block FindBlock(const Problem& p, const Piece& piece, int64_t first, int64_t low
           std::min(kTokens, high - first), scales, scales + p.page_size};
 }
 
-// The memory of the block that comes next, asked for line by line while this one is computed.
+// The memory of a block that comes later, asked for line by line while this one is computed.
 struct Ahead {
-  const char* first;
-  int64_t plane_bytes, stride, num_lines;
+  const char* first = nullptr;
+  int64_t plane_bytes = 1, stride = 0, num_lines = 0;
 
-  Ahead(const Problem& p, const Block& next) {
+  // Of the position that is kAhead blocks further on, if the piece reads so far.
+  Ahead(const Problem& p, const Piece& piece, int64_t position) {
+    position += kAhead * kTokens;
+    if (position >= End(piece)) return;
+    const Block later = FindBlock(p, piece, position, 0, position);
     const int64_t size = p.format == kFloat32 ? 4 : p.format == kBfloat16 ? 2 : 1;
-    first = static_cast<const char*>(p.pool) + (next.head + next.token) * kLanes * size;
+    first = static_cast<const char*>(p.pool) + (later.head + later.token) * kLanes * size;
     plane_bytes = kTokens * kLanes * size;
     stride = p.page_size * kLanes * size;
     num_lines = p.planes * plane_bytes / 64;
@@ -340,22 +348,17 @@ int64_t Place(const Problem& p, const Piece& piece, int64_t query) {
 
 // Takes positions [from, to), at least one, into the sums.
 void Attend(const Problem& p, const Piece& piece, int64_t low, int64_t from, int64_t to, Buffers& b, Sums& sums) {
-  Block next = FindBlock(p, piece, from, low, to);
   for (int64_t first = from; first < to; first += kTokens) {
-    const Block block = next;
-    if (first + kTokens < to) next = FindBlock(p, piece, first + kTokens, low, to);
+    const Block block = FindBlock(p, piece, first, low, to);
     if (p.format == kFloat32)
       ReadBlock<float>(p, block, b.keys.data(), b.values.data());
     else if (p.format == kBfloat16)
       ReadBlock<uint16_t>(p, block, b.keys.data(), b.values.data());
     else
       ReadBlock<int8_t>(p, block, b.keys.data(), b.values.data());
-    ReduceAll(p, piece, b, sums, Ahead(p, next), sums.peak.size(), 0, first);
+    ReduceAll(p, piece, b, sums, Ahead(p, piece, first), sums.peak.size(), 0, first);
   }
 }
-
-// One past the last row's position.
-int64_t End(const Piece& piece) { return piece.first_position + piece.num_rows; }
 
 // The first position that a row may read.
 int64_t Low(const Problem& p, const Piece& piece) {

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxserve.commands.command import add_verbose_argument, loading, say, shows_status
 from jaxserve.commands.options import add_engine_arguments, read_engine_settings
+from jaxserve.commands.processes import add_process_arguments, follows, join_processes
 from jaxserve.interrupts import interrupts_deferred
 from server.command import add_answer_arguments
 from server.route_arguments import model_name
@@ -64,10 +65,13 @@ class Batch:
         add("--manifest", type=Path, metavar="FILE", help=_MANIFEST_HELP)
         add_verbose_argument(parser)
         add_engine_arguments(parser)
+        add_process_arguments(parser)
 
     def run(self, args: argparse.Namespace) -> int:
         if args.read_ahead < 1:
             raise ValueError(f"--read-ahead {args.read_ahead} is below 1")
+        if follows(join_processes(args)):
+            return _follow(args)
         from server.batch.files import BatchFiles
 
         with BatchFiles(args.batch, args.answers) as files:
@@ -107,16 +111,22 @@ def _answer(args: argparse.Namespace, files: BatchFiles) -> BatchReport:
         raise ValueError(f"{error}; {_how_to_go_on(files)}") from error
 
 
+def _follow(args: argparse.Namespace) -> int:
+    """Load what the first process loads, and do as it says until it ends; files are its alone."""
+    with loading(args):
+        model, options = _open(args)
+        model.configure(options)  # As it does: all processes must be asked how much memory they have.
+        model.build_engine(options, progress=False)
+    raise AssertionError("a process that follows answers nothing itself")
+
+
 def _how_to_go_on(files: BatchFiles) -> str:
     return f"{files.ledger.num_answered} of {files.num_lines} lines have answers; the same command goes on"
 
 
 def _load(args: argparse.Namespace, files: BatchFiles) -> tuple[Preparer, HostLoop, str]:
     """The model, ready to answer, and the hash of its manifest."""
-    import jax
-
-    from jaxserve.engine.options import engine_options
-    from jaxserve.opened_model import loop_of, open_model
+    from jaxserve.opened_model import loop_of
     from server.batch.manifest import KeptManifest
     from server.batch.requests import Preparer
     from server.core.intake import Intake
@@ -124,9 +134,7 @@ def _load(args: argparse.Namespace, files: BatchFiles) -> tuple[Preparer, HostLo
 
     path = args.manifest or args.answers.with_name(f"{args.answers.name}.manifest.json")
     kept = KeptManifest(path, first=not files.ledger.num_answered)
-    slots = args.num_slots or (CPU_SLOTS if jax.default_backend() == "cpu" else DEVICE_SLOTS)
-    options = engine_options(read_engine_settings(args, num_slots=slots))
-    model = open_model(args.model, progress=shows_status(args))
+    model, options = _open(args)
     kept.check(_manifest(args, model, options, model.configure(options)))  # before the weights are read
     engine = model.build_engine(options, progress=shows_status(args))
     manifest = _manifest(args, model, options, engine.config, engine.kernels)
@@ -141,6 +149,18 @@ def _load(args: argparse.Namespace, files: BatchFiles) -> tuple[Preparer, HostLo
         seed=args.seed,
     )
     return preparer, loop, manifest.digest
+
+
+def _open(args: argparse.Namespace) -> tuple[OpenedModel, EngineOptions]:
+    """The model, of which no weights are read yet, and how it is to run."""
+    import jax
+
+    from jaxserve.engine.options import engine_options
+    from jaxserve.opened_model import open_model
+
+    slots = args.num_slots or (CPU_SLOTS if jax.default_backend() == "cpu" else DEVICE_SLOTS)
+    options = engine_options(read_engine_settings(args, num_slots=slots))
+    return open_model(args.model, progress=shows_status(args)), options
 
 
 def _manifest(

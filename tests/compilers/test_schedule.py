@@ -45,6 +45,15 @@ def test_few_rows_by_a_quantised_matrix_wait_for_its_bytes(chip: str) -> None:
     assert integers.spills == integers.fills == widened.spills == widened.fills == 0
 
 
+@pytest.mark.parametrize("chip", ["v5e", "v5p", "v6e"])
+def test_fp8_and_four_bits_wait_for_their_bytes_too(chip: str) -> None:
+    fp8, by_128, by_32 = (measure_apart(chip, f"{name} x 8") for name in ("fp8", "int4-128", "int4-32"))
+    assert max(fp8.hbm_ratio, by_128.hbm_ratio) < 0.75
+    assert fp8.spills == fp8.fills == by_128.spills == by_128.fills == 0
+    assert by_32.hbm_ratio < 0.95
+    assert measure_apart(chip, "fp8 x 64").hbm_ratio < 0.9
+
+
 def test_many_rows_by_a_quantised_matrix_keep_the_matrix_units_busy() -> None:
     assert measure_apart("v6e", "int8 x 2048").mxu_share > 0.6
 

@@ -45,21 +45,25 @@ def test_sums_are_exact_and_scaled(
     random = np.random.default_rng(num_rows)
     x = random.integers(-largest, largest + 1, (num_rows, num_inputs))
     x = x.astype(np.int8 if largest == 127 else np.int16)
-    w = random.integers(-128, 128, (num_outputs, num_inputs)).astype(np.int8)
+    stack = random.integers(-128, 128, (3, num_outputs, num_inputs)).astype(np.int8)
+    layer, w = 1, stack[1]
     x[0], w[0] = -largest, -128  # The largest products.
     multiply = jax.jit(functools.partial(int8_matmul, target=Target(native=native)))
     scale_x = random.random(num_rows, np.float32)
-    scale_w = random.random(num_outputs, np.float32) * np.float32(1e-4)
+    scales = random.random((3, num_outputs), np.float32) * np.float32(1e-4)
     sums = x.astype(np.int32) @ w.astype(np.int32).T
-    expected = sums.astype(np.float32) * (scale_x[:, None] * scale_w)
-    np.testing.assert_array_equal(multiply(x, w, scale_x, scale_w), expected)
+    expected = sums.astype(np.float32) * (scale_x[:, None] * scales[layer])
+    np.testing.assert_array_equal(multiply(x, stack, layer, scale_x, scales), expected)
 
 
 def test_shapes_that_disagree_are_named() -> None:
-    with pytest.raises(ValueError, match=r"rows \(2, 3\) times a matrix \(4, 5\)"):
-        int8_matmul(jnp.zeros((2, 3), jnp.int8), jnp.zeros((4, 5), jnp.int8), jnp.ones(2), jnp.ones(4))
-    with pytest.raises(ValueError, match=r"scales \(2,\) and \(5,\) of rows \(2, 3\) and a matrix \(4, 3\)"):
-        int8_matmul(jnp.zeros((2, 3), jnp.int8), jnp.zeros((4, 3), jnp.int8), jnp.ones(2), jnp.ones(5))
+    rows, stack = jnp.zeros((2, 3), jnp.int8), jnp.zeros((6, 4, 3), jnp.int8)
+    with pytest.raises(ValueError, match=r"rows \(2, 3\) times matrices \(6, 4, 5\)"):
+        int8_matmul(rows, jnp.zeros((6, 4, 5), jnp.int8), 0, jnp.ones(2), jnp.ones((6, 4)))
+    with pytest.raises(
+        ValueError, match=r"scales \(2,\) and \(6, 5\) of rows \(2, 3\) and matrices \(6, 4, 3\)"
+    ):
+        int8_matmul(rows, stack, 0, jnp.ones(2), jnp.ones((6, 5)))
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the ways to multiply differ on x86 alone")

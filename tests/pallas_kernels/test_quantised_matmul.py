@@ -72,6 +72,31 @@ def test_the_tpu_kernels_round_as_the_reference_does(case: MatmulCase) -> None:
     assert np.max(found) < factor * np.max(reference)
 
 
+@pytest.mark.parametrize(
+    "case",
+    [case for case in CASES if case.rows == "bfloat16" and case.storage != "int8" and case.num_rows < 10],
+    ids=str,
+)
+def test_chips_that_widen_nothing_on_the_way_round_no_more(case: MatmulCase) -> None:
+    target = Target(device_kind="TPU7x", overrides=BY_TPU.overrides)
+    operands = case.operands()
+    found, reference = (error(case, operands, target) for target in (target, None))
+    assert np.max(found) < 1.5 * np.max(reference)
+
+
+@pytest.mark.parametrize("rows", ["float32", "bfloat16"])
+@pytest.mark.parametrize("device_kind", ["TPU v5 lite", "TPU7x"])
+def test_every_code_of_fp8_is_the_number_that_it_stands_for(rows: str, device_kind: str) -> None:
+    case = MatmulCase(8, 256, 256, "float8_e4m3fn", rows=rows)
+    x, values, scales, *rest = case.operands()
+    codes = np.arange(256, dtype=np.uint8).view(values.dtype)
+    values[LAYER], x[...], scales[...] = 0, 0, 1
+    values[LAYER, :, 5], x[:, 5] = codes, 1
+    target = Target(device_kind=device_kind, overrides=BY_TPU.overrides)
+    found = multiply(case, (x, values, scales, *rest), target)
+    np.testing.assert_array_equal(found, np.broadcast_to(codes.astype(np.float64), (8, 256)))
+
+
 @pytest.mark.parametrize("num_inputs", [10, 512])
 def test_numbers_of_four_bits_are_unpacked_as_they_were_packed(num_inputs: int) -> None:
     values = np.random.default_rng(0).integers(0, 16, (3, num_inputs))

@@ -1,74 +1,46 @@
-"""A server of two processes: the answers of one, and its end when either is lost."""
+"""A server of several processes: the answers of one, and its end when either is lost."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
-import grpc
 import grpc.aio
 import pytest
 
 from jaxserve import LLM, SamplingParams
-from server.proto.jaxserve.v1 import engine_pb2 as pb
-from server.proto.jaxserve.v1 import engine_pb2_grpc
-from tests.sharding.jobs import WAIT, free_port, job
+from tests.server.job_harness import (
+    ENDS_WITHIN,
+    MAX_MODEL_LEN,
+    PROMPT,
+    last_words,
+    request,
+    serving,
+    tokens_of,
+)
+from tests.sharding.jobs import ROOT, WAIT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-PROMPT = "Once upon a time"
-ENDS_WITHIN = 10.0
-"""Seconds after a process is lost."""
 
-
-def arguments(folder: Path, port: int) -> list[str]:
-    sizes = ["--num-slots", "2", "--max-model-len", "500", "--max-chunk", "16"]
-    return ["serve", str(folder), *sizes, "--mesh", "tensor=2", "--grpc-port", str(port)]
-
-
-def request(max_tokens: int) -> pb.GenerateRequest:
-    params = pb.SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-    return pb.GenerateRequest(text=PROMPT, params=params)
-
-
-@asynccontextmanager
-async def serving(folder: Path) -> AsyncIterator[tuple[list[subprocess.Popen[str]], Any]]:
-    """The processes, the leader first, once it says that it is ready; and a client of its."""
-    port = free_port()
-    with job("jaxserve", arguments(folder, port), 2) as members:
-        output = members[0].stdout
-        assert output is not None
-        while (line := await asyncio.to_thread(output.readline)) != "ready\n":
-            if not line:
-                for member in members:
-                    member.kill()
-                raise AssertionError("\n".join(member.communicate()[1] for member in members))
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            yield members, engine_pb2_grpc.EngineStub(channel)
-
-
-async def tokens_of(call: Any) -> list[int]:
-    return [token async for event in call for token in event.delta.token_ids]
-
-
-def test_it_answers_as_one_process_and_drains(shared_data: Path) -> None:
+@pytest.mark.parametrize("mesh", ["tensor=2", "pipe=2", "tensor=2,pipe=2"])
+def test_it_answers_as_one_process_and_drains(shared_data: Path, mesh: str) -> None:
     folder = shared_data / "models/stories260K/hf"
-    with LLM(folder, num_slots=2, max_model_len=500, max_chunk=16, progress=False) as llm:
+    with LLM(folder, num_slots=2, max_model_len=MAX_MODEL_LEN, max_chunk=16, progress=False) as llm:
         params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
         expected = llm.generate(PROMPT, params, use_tqdm=False)[0].outputs[0].token_ids
 
     async def main() -> None:
-        async with serving(folder) as (members, stub):
+        async with serving(folder, mesh) as (members, stub):
             answers = await asyncio.gather(*(tokens_of(stub.Generate(request(24))) for _ in range(3)))
             assert answers == [list(expected)] * 3
             members[0].send_signal(signal.SIGTERM)
-            assert [await asyncio.to_thread(member.wait, WAIT) for member in members] == [0, 0]
+            assert [await asyncio.to_thread(member.wait, WAIT) for member in members] == [0] * len(members)
 
     asyncio.run(main())
 
@@ -91,10 +63,37 @@ def test_the_loss_of_a_process_ends_the_job(shared_data: Path, lost: int, number
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await tokens_of(call)
             assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-            assert left.stderr is not None
-            lines = [line for line in left.stderr.read().splitlines() if line.startswith("jaxserve: ")]
-            assert len(lines) == 1
-            assert f"process {lost}" in lines[0]
-            assert lines[0].endswith("; the job ends")
+            (line,) = last_words(left)
+            assert f"process {lost}" in line
+            assert line.endswith("; the job ends")
 
     asyncio.run(main())
+
+
+OWN_NETWORK = ["unshare", "--user", "--map-root-user", "--net"]
+
+
+def has_own_networks() -> bool:
+    """Whether a process here may have a network that it can cut."""
+    try:
+        command = [*OWN_NETWORK, "ip", "link", "set", "lo", "up"]
+        return subprocess.run(command, capture_output=True, check=False).returncode == 0
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(not has_own_networks(), reason="only a network namespace can be cut: unshare and ip")
+@pytest.mark.parametrize("mesh", ["tensor=2", "pipe=2"])
+def test_a_cut_network_ends_both_processes(shared_data: Path, mesh: str) -> None:
+    folder = shared_data / "models/stories260K/hf"
+    command = [*OWN_NETWORK, sys.executable, "-m", "tests.server.cut_network", str(folder), mesh]
+    process = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    told = json.loads(process.stdout)
+    assert told["statuses"] == [1, 1]
+    assert max(told["seconds"]) < ENDS_WITHIN
+    assert told["client"] == "UNAVAILABLE"
+    assert told["left"] == []
+    for number, lines in enumerate(told["last_words"]):
+        (line,) = lines
+        assert f"process {1 - number}" in line.removeprefix(f"jaxserve: process {number} of 2: ")
+        assert line.endswith("; the job ends")

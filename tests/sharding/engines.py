@@ -187,7 +187,8 @@ def margin(step: Any) -> float:
 def build(model: ModelConfig, options: EngineOptions) -> tuple[DeviceEngine, Any]:
     """An engine of random weights, and these as it has them."""
     config = dataclasses.replace(resolve_here(model, options), decode_rows=(ROWS,), chunk_rows=(32,))
-    mesh, recipe, layer_loop = make_mesh(config.mesh), recipe_in_force(config), layer_loop_for("cpu")
+    mesh, recipe = make_mesh(config.mesh), recipe_in_force(config)
+    layer_loop = layer_loop_for(local_target(), spread=mesh is not None)
     named: Any = random_parameters(model)
     if recipe:
         named = quantised(to_shards(named, config.model, mesh), config.model, recipe, "float32")
@@ -217,7 +218,8 @@ def random_parameters(model: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
 def decode_collectives(engine: DeviceEngine) -> list[tuple[str, int, int, int, bool]]:
     """Of a decode step: operation, elements that it brings, its devices, how often, and whether perhaps."""
     config = engine.config
-    abstract = abstract_engine(config, layer_loop_for("cpu"), local_target(), make_mesh(config.mesh))
+    mesh, target = make_mesh(config.mesh), local_target()
+    abstract = abstract_engine(config, layer_loop_for(target, spread=mesh is not None), target, mesh)
     form = PlanFormat.of(config, engine.limits.decode_shapes[-1])
     found = collectives(abstract.lower(form).compile().as_text() or "")
     return [(c.operation, c.num_elements, c.num_devices, times, c.conditional) for c, times in found.items()]

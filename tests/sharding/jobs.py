@@ -49,11 +49,13 @@ def start(module: str, arguments: Sequence[str], **popen: Any) -> subprocess.Pop
 
 
 @contextmanager
-def job(module: str, arguments: Sequence[str], num_processes: int) -> Iterator[list[subprocess.Popen[str]]]:
+def job(
+    module: str, arguments: Sequence[str], num_processes: int, stdin: Any = subprocess.DEVNULL
+) -> Iterator[list[subprocess.Popen[str]]]:
     """The same command in each process; whoever is left at the end is killed."""
     port = free_port()
     members = [
-        start(module, [*arguments, *place_arguments(port, num_processes, number)], stdin=subprocess.DEVNULL)
+        start(module, [*arguments, *place_arguments(port, num_processes, number)], stdin=stdin)
         for number in range(num_processes)
     ]
     try:
@@ -64,9 +66,11 @@ def job(module: str, arguments: Sequence[str], num_processes: int) -> Iterator[l
             member.communicate()
 
 
-def run_job(module: str, arguments: Sequence[str], num_processes: int) -> list[str]:
-    """The standard output of each process of a job in which nothing fails."""
-    with job(module, arguments, num_processes) as members:
+def run_job(
+    module: str, arguments: Sequence[str], num_processes: int, stdin: Any = subprocess.DEVNULL
+) -> list[str]:
+    """The standard output of each process of a job in which nothing fails; all have the same input."""
+    with job(module, arguments, num_processes, stdin) as members:
         told = [member.communicate(timeout=WAIT) for member in members]
         for member, (_, log) in zip(members, told, strict=True):
             assert member.returncode == 0, log

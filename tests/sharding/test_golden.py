@@ -53,9 +53,10 @@ def test_the_library_over_more_devices_than_experts_and_in_stages(
 
 
 @pytest.mark.slow
-def test_a_server_over_four_devices(shared_data: Path, cases: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize("mesh", ["tensor=4", "tensor=2,pipe=2"])
+def test_a_server_over_four_devices(shared_data: Path, cases: list[dict[str, Any]], mesh: str) -> None:
     model, case = shared_data / "models" / "stories260K" / "hf", cases[1]
-    arguments = ("--mesh", "tensor=4", "--grpc-port", "0", "--num-slots", "1", "--max-chunk", "16")
+    arguments = ("--mesh", mesh, "--grpc-port", "0", "--num-slots", "1", "--max-chunk", "16")
 
     async def ask(address: str) -> list[int]:
         async with grpc.aio.insecure_channel(address) as channel:
@@ -86,5 +87,5 @@ def test_a_server_over_four_devices(shared_data: Path, cases: list[dict[str, Any
         return lines, found
 
     lines, found = asyncio.run(asyncio.wait_for(main(), 250))
-    assert "device    cpu, tensor=4" in lines
+    assert f"device    cpu, {mesh}" in lines
     assert found == case["output_ids"][:40]

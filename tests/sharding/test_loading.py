@@ -49,9 +49,10 @@ def write_model(folder: Path) -> int:
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
-def test_each_process_reads_and_holds_its_share(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mesh", ["tensor=2", "pipe=2"])
+def test_each_process_reads_and_holds_its_share(tmp_path: Path, mesh: str) -> None:
     total = write_model(tmp_path)
-    for output in run_job("tests.sharding.load_member", [str(tmp_path), "tensor=2"], 2):
+    for output in run_job("tests.sharding.load_member", [str(tmp_path), mesh], 2):
         told = answers_of(output)
         assert told["share"] < 0.51 * total
         assert told["read"] < 1.02 * told["share"]

@@ -140,6 +140,8 @@ def spanning(option: str | None, model: ModelConfig, num_devices: int) -> str:
 
 def test_a_job_of_several_processes_takes_all_of_their_devices() -> None:
     assert spanning("tensor=4", DENSE, 4) == "tensor=4"
+    layers = dataclasses.replace(DENSE, layers=(LayerKind(),) * 2)
+    assert spanning("tensor=2,pipe=2", layers, 4) == "tensor=2,pipe=2"
     assert spanning("auto", DENSE, 2) == "tensor=2"
 
 
@@ -149,11 +151,6 @@ def test_a_job_of_several_processes_takes_all_of_their_devices() -> None:
         (None, 4, "no mesh is named for the 4 devices of 2 processes"),
         ("tensor=2", 4, "tensor=2 takes 2 devices; it must take the 4 devices of 2 processes"),
         ("tensor=8", 4, "tensor=8 takes 8 devices; it must take the 4 devices"),
-        (
-            "tensor=2,pipe=2",
-            4,
-            "tensor=2,pipe=2: stages are for one process; for the 4 devices of 2 processes",
-        ),
         ("auto", 7, "cannot be cut into as many parts as the 7 devices"),
     ],
 )

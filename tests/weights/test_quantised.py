@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -40,6 +41,27 @@ def assert_stands_for(matrix: StoredMatrix, expected: np.ndarray, name: str) -> 
     weight = QuantisedWeight(matrix.values, matrix.scales, matrix.zeros, matrix.format)
     found = stored_numbers(weight).reshape(expected.shape)
     np.testing.assert_array_equal(found.astype(np.float32), expected, err_msg=name)
+
+
+def test_of_what_is_not_needed_nothing_is_read(written) -> None:
+    checkpoint = open_checkpoint(written("llama", CASES["fp8 channels"]).folder)
+    expected, read = stored_of(checkpoint), checkpoint.read_stored
+    shutil.rmtree(checkpoint.path)  # Reading anything fails from now on.
+
+    def nothing(name: str, shape: tuple[int, ...]) -> tuple[slice, ...]:
+        return (slice(0, 0),) * len(shape)
+
+    found = dict(read("float32", nothing))
+    assert list(found) == list(expected)
+    for name, array in found.items():
+        assert kinds(array) == kinds(expected[name]), name
+    with pytest.raises(FileNotFoundError):
+        dict(read("float32"))
+
+
+def kinds(array: np.ndarray | StoredMatrix) -> list[tuple[Any, ...]]:
+    arrays = [array.values, array.scales] if isinstance(array, StoredMatrix) else [array]
+    return [(one.shape, one.dtype) for one in arrays]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -60,7 +60,7 @@ def is_quantised(source: StoredTensor | StoredModule) -> bool:
 
 
 def read_exactly(info: ParameterInfo, format: WeightFormat, sources: Sequence[Source]) -> StoredMatrix:
-    """A parameter that this format holds, read one module at a time."""
+    """A parameter that this format holds, read one module at a time; undefined without sources."""
     first_input = len(info.shape) - info.num_input_axes
     outputs, inputs = info.shape[:first_input], info.shape[first_input:]
     packed = format.storage == "uint4x2"
