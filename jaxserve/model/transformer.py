@@ -43,12 +43,10 @@ LayerLoop = Literal["stacked", "switched", "indexed", "unrolled"]
   the kernel for quantised matrices takes the whole stack.
 - switched (CPU): an array for each layer, and a branch for each around every product. A slice of a stack is
   copied on CPU, and unrolling compiles the rest of the layer 30 times over; a branch does neither.
-- indexed (CPU with kernels of its own): likewise, but int8 matrices that rows are rounded for are one array,
-  in which the kernel finds the layer's.
+- indexed (CPU with its own kernels): likewise, but int8 matrices are one array, indexed inside the product.
 - unrolled (GPU): an array for each layer, and the loop written out.
 
-Norms, biases, routers and the scales of quantised matrices are small and always stacked. So are experts:
-their kernel takes the whole stack and an offset.
+Norms, biases, routers and scales are small and always stacked. So are experts: their kernel takes the stack.
 """
 
 Params = Mapping[str, Any]
