@@ -169,7 +169,7 @@ class CacheConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Everything that the device half compiles against."""
+    """Everything that the device half compiles against; of a mesh with replicas the sizes of each."""
 
     model: ModelConfig
     cache: CacheConfig
@@ -247,6 +247,11 @@ class EngineConfig:
             raise ValueError(
                 f"context_block {self.context_block} is not a multiple of page_size {self.cache.page_size}"
             )
+
+    @property
+    def num_replicas(self) -> int:
+        """Parts of the mesh, each with all weights, and slots and pages of its own."""
+        return dict(self.mesh).get("data", 1)
 
     def drafted_by(self, model: ModelConfig) -> EngineConfig:
         """The same engine with a second model that drafts, in the same formats.

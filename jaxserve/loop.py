@@ -344,7 +344,7 @@ class HostLoop:
         if step.decodes_only:
             num_steps = step.plan.num_iterations
             self._counts.time_decode(step.plan.shape.rows, num_steps, num_steps * seconds)
-        self._scheduler.budget.observe(step.plan.shape.rows, step.plan.num_rows, seconds)
+        self._scheduler.budget.observe(step.plan.shape.rows, step.most_rows, seconds)
 
     def _dispatch_next(self) -> bool:
         """Plan a step and start it; return whether there was one."""

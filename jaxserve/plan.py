@@ -191,7 +191,7 @@ class SequencePlan(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class StepPlan:
-    """One device call, as arrays over its S sequences.
+    """One device call, as arrays over its S sequences, those of the first replica before those of the next.
 
     Logit rows come back in the order of the sequences, each one's rows ascending.
     """
@@ -269,10 +269,8 @@ class SlotLoad:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step sampled, a row for each of the plan's logit rows.
-
-    Of several iterations there are as many times the rows, the first iteration's first.
-    """
+    """What one step sampled, a row for each of the plan's logit rows, and of several iterations as many times
+    these, the first iteration's first."""
 
     tokens: IntArray
     """[rows] the token sampled after each row, or the already known next token; -1 in the iterations that a
@@ -292,10 +290,11 @@ class EngineLimits:
     """What a scheduler must know of an engine. Shapes are sorted by rows."""
 
     num_slots: int
+    """Of all replicas: those of the first, then those of the next."""
     max_model_len: int
     page_size: int
     num_pages: tuple[int, ...]
-    """Pages of each cache group; page 0 is never given out."""
+    """Pages of each cache group in each replica; page 0 is never given out."""
     windows: tuple[int, ...]
     """Each group's sliding window in tokens, 0 for full attention."""
     vocab_size: int
@@ -313,11 +312,14 @@ class EngineLimits:
     """Whether it can guess drafts itself."""
     draft_reads: int = 0
     """Most tokens that its draft model reads before a step; 0 where it has none."""
+    num_replicas: int = 1
+    """Parts of the slots with pages of their own; a shape holds what a step has of any one of them."""
 
     @property
     def decoding_shapes(self) -> tuple[StepShape, ...]:
         """Of steps that only decode: where none are made for that, those of prompts as far as slots go."""
-        num_smaller = sum(shape.rows < self.num_slots for shape in self.chunk_shapes)
+        num_slots = self.num_slots // self.num_replicas
+        num_smaller = sum(shape.rows < num_slots for shape in self.chunk_shapes)
         return self.decode_shapes or self.chunk_shapes[: num_smaller + 1]
 
     @property
@@ -337,10 +339,8 @@ class EngineLimits:
         return min(self.max_model_len, *pools)
 
     def longest_answer(self, prompt_len: int, max_tokens: int | None) -> int:
-        """Tokens that an answer may have at most: of `max_tokens`, or for None of all that there is room for.
-
-        At least 1 for None: a prompt that leaves no room is refused for that.
-        """
+        """Tokens that an answer may have at most: of `max_tokens`, or for None of all that there is room for,
+        and 1 at least: a prompt that leaves no room is refused for that."""
         if max_tokens is None:
             return max(self.longest_sequence - prompt_len, 1)
         return min(max_tokens, self.max_model_len - prompt_len)

@@ -188,7 +188,8 @@ def describe(
     from sharding import mesh_name
 
     cache = config.cache
-    pages = " + ".join(
+    several = f"{config.num_replicas} replicas, each " if config.num_replicas > 1 else ""
+    pages = several + " + ".join(
         f"{count - 1} x {cache.page_size} = {(count - 1) * cache.page_size} tokens"
         for count in cache.num_pages
     )
@@ -206,7 +207,7 @@ def describe(
         "pages": pages,
         "prefixes": _prefixes(route),
         "policy": f"{policy.order}: {', '.join(one.name for one in policy.classes)}{most}{source}",
-        "slots": f"{config.num_slots} sequences of up to {config.max_model_len} tokens",
+        "slots": f"{config.num_slots * config.num_replicas} sequences of up to {config.max_model_len} tokens",
         "ladder": f"decode {decode}, chunk {chunk}",
         "sampling": f"{sampling} (generation_config.json)" if sampling else "the library's defaults",
         "manifest": identity.manifest,

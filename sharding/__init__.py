@@ -1,8 +1,17 @@
 """Device meshes and the rules that map logical axes onto them."""
 
-from sharding.mesh import MeshAxes, make_mesh, mesh_name, mesh_size, parse_mesh, stage_mesh
-from sharding.per_shard import from_shard_before, inside_shard, per_shard, shard_index, shard_sum
+from sharding.mesh import MeshAxes, make_mesh, mesh_name, mesh_size, parse_mesh, replica_mesh, stage_mesh
+from sharding.per_shard import (
+    constrained,
+    from_shard_before,
+    inside_shard,
+    per_replica,
+    per_shard,
+    shard_index,
+    shard_sum,
+)
 from sharding.rules import (
+    DATA,
     EXPERT,
     PIPE,
     RULES,
@@ -15,12 +24,14 @@ from sharding.rules import (
 )
 
 __all__ = [
+    "DATA",
     "EXPERT",
     "PIPE",
     "RULES",
     "TENSOR",
     "AnyMesh",
     "MeshAxes",
+    "constrained",
     "from_shard_before",
     "inside_shard",
     "make_mesh",
@@ -30,7 +41,9 @@ __all__ = [
     "num_shards",
     "parse_mesh",
     "partition_spec",
+    "per_replica",
     "per_shard",
+    "replica_mesh",
     "shard_index",
     "shard_size",
     "shard_sum",

@@ -11,9 +11,9 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from sharding.rules import EXPERT, PIPE, TENSOR
+from sharding.rules import DATA, EXPERT, PIPE, TENSOR
 
-AXES = (PIPE, EXPERT, TENSOR)
+AXES = (DATA, PIPE, EXPERT, TENSOR)
 """What a mesh can have, the outermost first: neighbours share what is exchanged most."""
 MeshAxes = tuple[tuple[str, int], ...]
 """The axes above 1 of a mesh with their sizes, in the order of `AXES`; empty for a single device."""
@@ -28,7 +28,9 @@ def parse_mesh(text: str) -> MeshAxes:
     for part in text.split(","):
         axis, _, size = (piece.strip() for piece in part.partition("="))
         if axis not in AXES or not size.isdecimal() or int(size) < 1:
-            raise ValueError(f"mesh {text!r}: expected auto, or tensor=N, expert=N and pipe=N, with commas")
+            raise ValueError(
+                f"mesh {text!r}: expected auto, or tensor=N, expert=N, pipe=N and data=N, with commas"
+            )
         if axis in sizes:
             raise ValueError(f"mesh {text!r}: {axis} is there twice")
         sizes[axis] = int(size)
@@ -50,6 +52,11 @@ def make_mesh(axes: MeshAxes, devices: Sequence[Any] | None = None) -> Mesh | No
     if not axes:
         return None
     return _make_mesh(axes, tuple(jax.devices() if devices is None else devices))
+
+
+def replica_mesh(mesh: Mesh | None) -> Mesh | None:
+    """The mesh as a program sees it inside `per_replica`; None where a replica is a single device."""
+    return None if mesh is None or mesh.axis_names == (DATA,) else mesh
 
 
 @functools.cache

@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from sharding.rules import mesh_axes, num_shards, partition_spec
+from sharding.rules import DATA, mesh_axes, named_sharding, num_shards, partition_spec
 
 Function = TypeVar("Function", bound=Callable)
 Axes = Any
@@ -31,13 +31,43 @@ def per_shard(function: Function, mesh: Mesh | None, *, in_axes: Sequence[Axes],
     """
     if mesh is None:
         return function
+    around, specs = jax.sharding.get_abstract_mesh(), tuple(_specs(axes, mesh) for axes in in_axes)
+    own = set(mesh.axis_names) - set(around.manual_axes)  # All but that of replicas, inside one.
     return jax.shard_map(
         function,
-        mesh=mesh,
-        in_specs=tuple(_specs(axes, mesh) for axes in in_axes),
+        mesh=around if around.manual_axes else mesh,
+        in_specs=specs,
         out_specs=_specs(out_axes, mesh),
+        axis_names=own,
         check_vma=False,
     )
+
+
+def per_replica(function: Function, mesh: Mesh, *, in_specs: Any, out_specs: Any) -> Function:
+    """`function`, run by the devices of every replica on its part of the arguments; on the other axes of the
+    mesh they lie as before.
+
+    Args:
+        function: takes arrays, or trees of them, by position.
+        mesh: has replicas.
+        in_specs: for each argument a PartitionSpec that cuts it along the axis of replicas or not at all, or
+            a tree of such.
+        out_specs: of the result.
+    """
+    return jax.shard_map(
+        function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names={DATA}, check_vma=False
+    )
+
+
+def constrained(x: jax.Array, axes: Sequence[str | None], mesh: Mesh | None) -> jax.Array:
+    """x, to be cut by the partitioner as the rules say; outside `per_shard`."""
+    if mesh is None:
+        return x
+    around = jax.sharding.get_abstract_mesh()
+    place = named_sharding(x.shape, axes, mesh)
+    if around.manual_axes:
+        place = NamedSharding(around, place.spec)
+    return jax.lax.with_sharding_constraint(x, place)
 
 
 def inside_shard(mesh: Mesh | None) -> bool:

@@ -14,6 +14,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 AnyMesh = Mesh | AbstractMesh
 """Of devices, or of nothing but sizes and names."""
 
+DATA = "data"
+"""The mesh axis along which whole sequences lie, with their pages: its devices have all weights each. What is
+said to one replica is said inside `per_replica`, and so no logical axis is cut along it."""
 PIPE = "pipe"
 """The mesh axis along which whole layers lie, a run of them on each of its devices."""
 TENSOR = "tensor"

@@ -46,10 +46,12 @@ def make_limits(
     copies_pages: bool = True,
     max_iterations: int = 1,
     max_drafts: int = 0,
+    num_replicas: int = 1,
 ) -> EngineLimits:
     """Limits as the real engine would state them for such a configuration."""
-    logit_rows = max(num_slots, min(16, chunk_rows[0]))
-    decode_rows = sorted({1 << exponent for exponent in range(20) if 1 << exponent < num_slots} | {num_slots})
+    own = num_slots // num_replicas
+    logit_rows = max(own, min(16, chunk_rows[0]))
+    decode_rows = sorted({1 << exponent for exponent in range(20) if 1 << exponent < own} | {own})
     return EngineLimits(
         num_slots=num_slots,
         max_model_len=max_model_len,
@@ -58,12 +60,13 @@ def make_limits(
         windows=tuple(windows),
         vocab_size=vocab_size,
         decode_shapes=tuple(StepShape(rows, rows, rows, decode=True) for rows in decode_rows),
-        chunk_shapes=tuple(StepShape(rows, num_slots, logit_rows) for rows in chunk_rows),
+        chunk_shapes=tuple(StepShape(rows, own, logit_rows) for rows in chunk_rows),
         max_logprobs=max_logprobs,
         eos_token_ids=tuple(eos_token_ids),
         copies_pages=copies_pages,
         max_iterations=max_iterations,
         max_drafts=max_drafts,
+        num_replicas=num_replicas,
     )
 
 

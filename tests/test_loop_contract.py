@@ -13,7 +13,8 @@ from jaxserve.plan import SamplingParams
 from jaxserve.scheduling import CacheIdentity
 from jaxserve.speculation import Speculation
 from tests.drafters import foreseeing
-from tests.fake_engine import FakeEngine, make_limits
+from tests.fake_engine import make_limits
+from tests.fake_replicas import fake_engine
 from tests.fake_sequence import expected_answer, logprob
 from tests.policies import UNFORESEEN
 
@@ -42,8 +43,8 @@ def mixed_cases(count: int = 36) -> list[Case]:
     return cases
 
 
-def serve(cases: list[Case], limits: Any, **options: Any) -> tuple[list[RequestOutput], FakeEngine]:
-    engine = FakeEngine(limits)
+def serve(cases: list[Case], limits: Any, **options: Any) -> tuple[list[RequestOutput], Any]:
+    engine = fake_engine(limits)
     if limits.max_drafts:
         options["speculation"] = Speculation(
             drafter=foreseeing(all_texts(cases, limits), limits.vocab_size),
@@ -132,6 +133,30 @@ SCHEDULES = {
         {},
     ),
     "drafts and iterations": (make_limits(num_slots=1, max_iterations=3, max_drafts=4), {}),
+    "replicas": (make_limits(num_slots=8, num_replicas=2), {}),
+    "three replicas of one slot": (make_limits(num_slots=3, num_replicas=3), {"max_chunk": 5}),
+    "replicas, cached": (
+        make_limits(num_slots=8, num_pages=(40,), num_replicas=2),
+        {"cache": CacheIdentity(model="fake", kv_format="fake"), "max_chunk": 16},
+    ),
+    "replicas, tiny pools, chunk 5": (
+        make_limits(num_slots=16, num_pages=(22,), num_replicas=2),
+        {"max_chunk": 5, "policy": UNFORESEEN},
+    ),
+    "replicas, windows, tiny pools": (
+        make_limits(num_slots=16, num_pages=(22, 5), windows=(0, 8), num_replicas=2),
+        {"policy": UNFORESEEN},
+    ),
+    "replicas, iterations, tiny pools": (
+        make_limits(num_slots=16, num_pages=(20,), max_iterations=8, num_replicas=2),
+        {"policy": UNFORESEEN},
+    ),
+    "replicas, drafts": (make_limits(num_slots=6, max_drafts=4, num_replicas=3), {}),
+    "replicas, drafts, tiny pools": (
+        make_limits(num_slots=16, num_pages=(20,), max_drafts=3, num_replicas=2),
+        {"policy": UNFORESEEN},
+    ),
+    "replicas, fewer rows than slots": (make_limits(num_slots=16, chunk_rows=(4,), num_replicas=2), {}),
 }
 
 

@@ -22,6 +22,7 @@ from jaxserve.speculation import EngineDrafter, Speculation
 from tests.drafters import foreseeing
 from tests.fake_draft_model import FakeDraftingEngine
 from tests.fake_engine import FakeEngine, make_limits
+from tests.fake_replicas import fake_engine
 from tests.fake_sequence import expected_answer
 from tests.policies import UNFORESEEN
 
@@ -106,6 +107,7 @@ class LoopMachine(RuleBasedStateMachine):
         ),
         slowness=st.sampled_from([1e-9, 1e-9, 1e-9, 1.0]),
         policy=st.sampled_from([UNFORESEEN, UNFORESEEN, DEFAULT_POLICY]),
+        num_replicas=st.sampled_from([1, 1, 1, 2, 3]),
     )
     def start(
         self,
@@ -122,10 +124,12 @@ class LoopMachine(RuleBasedStateMachine):
         tier: dict[str, Any],
         slowness: float,
         policy: SchedulerPolicy,
+        num_replicas: int,
     ) -> None:
         num_pages, windows = pool
         self.limits = make_limits(
-            num_slots=num_slots,
+            num_slots=num_slots * num_replicas,
+            num_replicas=num_replicas,
             num_pages=num_pages,
             windows=windows,
             max_model_len=52,
@@ -134,13 +138,13 @@ class LoopMachine(RuleBasedStateMachine):
             max_iterations=max_iterations,
             max_drafts=max_drafts,
         )
-        by_model = drafts_itself and max_drafts > 0 and 0 in windows
-        engine = FakeDraftingEngine(self.limits) if by_model else FakeEngine(self.limits)
+        by_model = drafts_itself and max_drafts > 0 and 0 in windows and num_replicas == 1
+        engine = FakeDraftingEngine(self.limits) if by_model else fake_engine(self.limits)
         engine.domain_of = lambda load: self.domains[load.seed]
         self.now = 0.0
         cache = CacheIdentity(model="fake", kv_format="fake") if caches else None
         swap = None
-        if caches and tier["num_slots"]:
+        if caches and tier["num_slots"] and isinstance(engine, FakeEngine):
             tiers = [FaultyTier(page_bytes=size, **tier) for size in engine.page_bytes]
             offload = Offload(tiers, engine, self.limits.page_size, windows)
             rates = TransferRates(Rate(1 / slowness), Rate(1 / slowness))

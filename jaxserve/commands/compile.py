@@ -70,6 +70,7 @@ class Compile:
         self, args: argparse.Namespace, machine: Machine, axes: MeshAxes, model: ModelConfig, chip: Chip
     ) -> int:
         from jaxserve.engine.ahead import prepare_ahead
+        from jaxserve.engine.mesh import slots_of_each
         from jaxserve.engine.options import EngineOptions
 
         options = EngineOptions(
@@ -80,7 +81,8 @@ class Compile:
             page_size=args.page_size,
             kv_memory=args.kv_memory,
         )
-        decode_rows = tuple(sorted({min(rows, args.slots) for rows in args.decode_rows} | {args.slots}))
+        slots = slots_of_each(args.slots, axes)
+        decode_rows = tuple(sorted({min(rows, slots) for rows in args.decode_rows} | {slots}))
         with machine.mesh(axes) as mesh:
             engine = prepare_ahead(
                 model, options, mesh, machine.platform, chip.memory_bytes, decode_rows, args.chunk_rows
@@ -150,7 +152,7 @@ def _table_line(report: StepReport, engine: AheadEngine, chip: Chip) -> str:
 
 def _sent(report: StepReport, engine: AheadEngine) -> str:
     """What devices say to each other in every step, log-probabilities and the like left out."""
-    if engine.num_devices == 1:
+    if not report.num_exchanges:
         return "-"
     layers = engine.config.model.num_layers
     return (
@@ -168,7 +170,8 @@ def _least_seconds(report: StepReport, engine: AheadEngine, chip: Chip) -> float
     weights = footprint.touched_weights(shape.rows) + footprint.head_weights
     operand_format, item_bytes = _matrix_operands(engine.config)
     arithmetic = operations / chip.peak(operand_format)
-    return max(arithmetic, weights * item_bytes / chip.memory_bandwidth) / engine.num_devices
+    num_devices = engine.num_devices / engine.config.num_replicas
+    return max(arithmetic, weights * item_bytes / chip.memory_bandwidth) / num_devices
 
 
 def _matrix_operands(config: EngineConfig) -> tuple[str, float]:

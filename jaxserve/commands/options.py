@@ -117,7 +117,8 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         "--mesh",
         type=parse_mesh_option,
         metavar="AXES",
-        help="devices that share the model: tensor=N, expert=N, pipe=N, with commas, or auto (default: one)",
+        help="devices that share the model: tensor=N, expert=N, pipe=N, data=N for replicas, with commas, or "
+        "auto (default: one)",
     )
     add("--speculative", type=parse_speculative, metavar="HOW", help=f"draft answers, {SPECULATIVE_HELP}")
     add(

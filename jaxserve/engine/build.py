@@ -16,7 +16,7 @@ from jaxserve.engine.compile_cache import compile_counter, enable_compilation_ca
 from jaxserve.engine.engine import DeviceEngine
 from jaxserve.engine.loading import named_parameters, reported, stored_as
 from jaxserve.engine.memory import free_for_pages, free_memory, return_freed_memory, weight_bytes
-from jaxserve.engine.mesh import num_pools, resolve_mesh, spread_model
+from jaxserve.engine.mesh import num_pools, resolve_mesh, slots_of_each, spread_model
 from jaxserve.engine.options import EngineOptions
 from jaxserve.engine.parameters import place_parameters
 from jaxserve.engine.pool_size import resolve_pages
@@ -32,7 +32,7 @@ from jaxserve.weights import AnyCheckpoint, Checkpoint, cache_home
 from pallas_kernels import native
 from pallas_kernels.dispatch import Target, default_target
 from pallas_kernels.ragged_paged_attention import reads_pages_natively
-from sharding import PIPE, MeshAxes, make_mesh, mesh_name, mesh_size, parse_mesh
+from sharding import DATA, PIPE, MeshAxes, make_mesh, mesh_name, mesh_size, parse_mesh
 
 LOGGER = logging.getLogger(__name__)
 
@@ -237,7 +237,10 @@ def resolve_config(
         raise ValueError(f"{len(model.eos_token_ids)} end-of-sequence ids; the limit is {MAX_EOS_IDS}")
     on_cpu = platform == "cpu"
     sizes = default_sizes(on_cpu=on_cpu)
-    num_slots = options.num_slots or sizes.num_slots
+    num_replicas = dict(mesh).get(DATA, 1)
+    if num_replicas > 1 and options.host_kv_memory is not None:
+        raise ValueError(f"host_kv_memory on mesh {mesh_name(mesh)}: it works without {DATA!r}")
+    num_slots = slots_of_each(options.num_slots or sizes.num_slots * num_replicas, mesh)
     page_size = options.page_size or sizes.page_size
     max_chunk = options.max_chunk or sizes.max_chunk
     kv_format: KvFormat = dtype if options.kv_format == "auto" else options.kv_format
@@ -254,6 +257,7 @@ def resolve_config(
         kv_memory=options.kv_memory,
         draft=draft,
         num_stages=dict(mesh).get(PIPE, 1),
+        num_replicas=num_replicas,
     )
     config = EngineConfig(
         model=model,

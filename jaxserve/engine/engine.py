@@ -15,7 +15,8 @@ from jaxserve.engine.compile_cache import compile_counter
 from jaxserve.engine.ladder import chunk_shapes, decode_shapes
 from jaxserve.engine.page_moves import PAGES_PER_MOVE, Bytes, DevicePageRead, page_calls
 from jaxserve.engine.programs import Programs, StepProgram, make_spread_state
-from jaxserve.engine.slots import pack_copies, pack_load, pack_masks, pack_reads
+from jaxserve.engine.replicas import packing_for
+from jaxserve.engine.slots import pack_reads
 from jaxserve.engine.step import unpack_result
 from jaxserve.model.transformer import Params
 from jaxserve.plan import EngineLimits, IntArray, SlotLoad, StepHandle, StepPlan, StepResult
@@ -37,6 +38,7 @@ class DeviceEngine:
         self._config = config
         self._params = params
         self._programs = programs
+        self._packing = packing_for(config)
         self._state = make_spread_state(config)
         self._compiles_when_ready = compile_counter().count
         self._compiles_reported = 0
@@ -64,7 +66,7 @@ class DeviceEngine:
     def limits(self) -> EngineLimits:
         config = self._config
         return EngineLimits(
-            num_slots=config.num_slots,
+            num_slots=config.num_slots * config.num_replicas,
             max_model_len=config.max_model_len,
             page_size=config.cache.page_size,
             num_pages=config.cache.num_pages,
@@ -79,22 +81,22 @@ class DeviceEngine:
             max_drafts=config.max_drafts,
             drafts_itself=config.draft_layers > 0 or config.draft is not None,
             draft_reads=max(self._programs.reads, default=0),
+            num_replicas=config.num_replicas,
         )
 
     def load_slot(self, load: SlotLoad) -> None:
         """Fill a slot. Raises ValueError if the load does not fit the engine."""
-        programs, packed = self._programs.slots, pack_load(load, self._config)
+        programs, packed = self._programs.slots, self._packing.load(load)
         if load.copies:
-            copies = pack_copies(load.copies, self._config.cache.num_pages)
-            self._state = programs.copy_pages(self._state, copies)
+            self._state = programs.copy_pages(self._state, self._packing.copies(load))
         self._state = programs.load_slot(self._state, packed)
 
     def load_masks(
         self, slots: IntArray, masks: npt.NDArray[np.uint32], ahead: IntArray | None = None
     ) -> None:
         """Let slots sample these tokens only. Raises ValueError if the masks do not fit the engine."""
-        packed = pack_masks(slots, masks, ahead, self._config)
-        self._state = self._programs.slots.load_masks[len(packed[0])](self._state, *packed)
+        packed = self._packing.masks(slots, masks, ahead)
+        self._state = self._programs.slots.load_masks[len(packed[-1])](self._state, *packed)
 
     def dispatch(self, plan: StepPlan) -> StepHandle:
         """Start a step and return at once; steps run in the order of dispatch."""
@@ -105,17 +107,13 @@ class DeviceEngine:
             program, counts = self._programs.steps[plan.shape], ()
         else:
             program, counts = self._iterated(plan), (np.int32(plan.num_iterations),)
-        self._state, result = program.run(self._params, self._state, program.form.pack(plan), *counts)
+        packed = self._packing.plan(program.form, plan)
+        self._state, result = program.run(self._params, self._state, packed, *counts)
         return StepHandle(plan, result)
 
     def collect(self, handle: StepHandle) -> StepResult:
         """Wait for a step and bring its result to the host."""
-        num_logit_rows = int(handle.plan.num_logit_rows.sum())
-        packed = np.asarray(handle.device_result)
-        if packed.ndim == 3:
-            packed = packed[: handle.plan.num_iterations, :num_logit_rows].reshape(-1, packed.shape[-1])
-            num_logit_rows = len(packed)
-        return unpack_result(packed, num_logit_rows)
+        return unpack_result(self._packing.rows(handle.plan, np.asarray(handle.device_result)))
 
     @property
     def page_bytes(self) -> tuple[int, ...]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 from jaxserve.config import ModelConfig
 from jaxserve.model.spread import repeat_kv_heads
 from jaxserve.model.stages import stages_of
-from sharding import EXPERT, PIPE, TENSOR, MeshAxes, mesh_name, mesh_size, parse_mesh
+from sharding import DATA, EXPERT, PIPE, TENSOR, MeshAxes, mesh_name, mesh_size, parse_mesh
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,27 @@ def spread_model(model: ModelConfig, axes: MeshAxes) -> ModelConfig:
 def num_pools(axes: MeshAxes) -> int:
     """Parts into which the mesh cuts the KV pools; other devices have the same part as one of these."""
     sizes = dict(axes)
-    return sizes.get(TENSOR, 1) * sizes.get(PIPE, 1)
+    return sizes.get(TENSOR, 1) * sizes.get(PIPE, 1) * sizes.get(DATA, 1)
+
+
+def slots_of_each(num_slots: int, axes: MeshAxes) -> int:
+    """Slots of each of a mesh's replicas, of so many in all.
+
+    Raises ValueError, naming the mesh axis, the sizes and the nearest ones that do, where replicas do not
+    divide them.
+    """
+    replicas = dict(axes).get(DATA, 1)
+    if num_slots % replicas:
+        below = next(size for size in range(replicas - 1, 0, -1) if num_slots % size == 0)
+        above = next((size for size in range(replicas + 1, num_slots + 1) if num_slots % size == 0), None)
+        others = dict(axes)
+        choices = [mesh_name(_axes(**(others | {DATA: size}))) for size in (below, above) if size is not None]
+        raise ValueError(
+            f"mesh {mesh_name(axes)}: num_slots has size {num_slots}, which the {replicas} replicas of mesh "
+            f"axis {DATA!r} do not divide; nearest to it are {' or '.join(choices)}, or num_slots "
+            f"{-(-num_slots // replicas) * replicas}"
+        )
+    return num_slots // replicas
 
 
 def require_devices(axes: MeshAxes, num_devices: int, platform: str) -> None:
@@ -99,6 +119,8 @@ def _spanning(option: str | None, model: ModelConfig, num_devices: int, num_proc
         logger.info("mesh auto: %s, which takes %s", mesh_name(axes), whole)
         return axes
     axes = parse_mesh(option)
+    if DATA in dict(axes):
+        raise ValueError(f"mesh {mesh_name(axes)}: replicas are for one process, and these are {whole}")
     spread_model(model, axes)
     if mesh_size(axes) != num_devices:
         raise ValueError(f"mesh {mesh_name(axes)} takes {mesh_size(axes)} devices; it must take {whole}")
@@ -151,6 +173,8 @@ def _nearest(model: ModelConfig, axes: MeshAxes) -> list[MeshAxes]:
     sizes = dict(axes)
     found: list[MeshAxes] = []
     for axis, size in axes:
+        if axis == DATA:
+            continue  # Any number of replicas is as good.
         for tries in (range(size - 1, 0, -1), range(size + 1, _MOST_DEVICES)):
             changed = (_axes(**(sizes | {axis: other})) for other in tries)
             found += [next((one for one in changed if _obstacle(model, one) is None), ())]
@@ -178,20 +202,21 @@ def _obstacle(model: ModelConfig, axes: MeshAxes) -> str | None:
         wholes.append(("mlp", model.intermediate_size, tensor * expert))
     for name, size, cut in wholes:
         if size % cut:
-            along = _along(axes if name == "vocab" else [one for one in axes if one[0] != PIPE])
+            along = _along(axes, *(() if name == "vocab" else (PIPE,)))
             return f"{name} has size {size}, which the {cut} devices of {along} do not divide"
     if experts % (tensor * expert) and (experts % expert or model.expert_intermediate_size % tensor):
         return (
             f"the model's {experts} experts of width {model.expert_intermediate_size} are cut neither whole "
             f"nor in slices by the {tensor * expert} devices of "
-            f"{_along([one for one in axes if one[0] != PIPE])}"
+            f"{_along(axes, PIPE)}"
         )
     return None
 
 
-def _along(axes: Iterable[tuple[str, int]]) -> str:
-    return " and ".join(repr(axis) for axis, _ in axes)
+def _along(axes: MeshAxes, *others: str) -> str:
+    """The mesh axes that cut something, which replicas never do, nor these others."""
+    return " and ".join(repr(axis) for axis, _ in axes if axis not in (DATA, *others))
 
 
-def _axes(tensor: int = 1, expert: int = 1, pipe: int = 1) -> MeshAxes:
-    return parse_mesh(f"{TENSOR}={tensor},{EXPERT}={expert},{PIPE}={pipe}")
+def _axes(tensor: int = 1, expert: int = 1, pipe: int = 1, data: int = 1) -> MeshAxes:
+    return parse_mesh(f"{TENSOR}={tensor},{EXPERT}={expert},{PIPE}={pipe},{DATA}={data}")

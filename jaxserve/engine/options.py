@@ -27,7 +27,7 @@ class EngineOptions:
     max_model_len: int | None = None
     """Longest sequence in tokens; by default the model's own limit."""
     num_slots: int | None = None
-    """Sequences that can run at once; by default 16 on CPU, 64 elsewhere."""
+    """Sequences that can run at once, in all replicas; by default 16 in each on CPU, 64 elsewhere."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of weights and activations; float32 on CPU, bfloat16 elsewhere."""
     quantize: str | None = None
@@ -45,9 +45,9 @@ class EngineOptions:
     """Bytes of the host's memory that keep what the KV pool has no room for; by default none. Needs prefix
     caching."""
     num_pages: int | None = None
-    """Pages of each cache group instead."""
+    """Pages of each cache group instead, in each replica."""
     max_chunk: int | None = None
-    """Rows of the largest step; by default 256 on CPU, 1024 elsewhere."""
+    """Rows of the largest step, in each replica; by default 256 on CPU, 1024 elsewhere."""
     deterministic: bool | None = None
     """Shape-invariant numerics: a row's logits are bitwise the same whatever shares its step. By default
     where that costs nothing: on CPU with its own kernels, in a recipe that sums integers (`int8`)."""
@@ -68,8 +68,9 @@ class EngineOptions:
     max_drafts: int = DEFAULT_MAX_DRAFTS
     """Most drafts of an answer in a step."""
     mesh: str | None = None
-    """Devices that share the model: `tensor=N`, `expert=N` and `pipe=N`, with commas, or "auto", the fewest
-    on which weights leave as much memory to pages; None takes the first device."""
+    """Devices that share the model: `tensor=N`, `expert=N` and `pipe=N`, and `data=N` such groups, each with
+    all weights and a part of the sequences; with commas, or "auto", the fewest on which weights leave as much
+    memory to pages; None takes the first device."""
 
     def __post_init__(self) -> None:
         for name in _SIZES:

@@ -21,21 +21,24 @@ def resolve_pages(
     kv_memory: int | None,
     draft: ModelConfig | None,
     num_stages: int = 1,
+    num_replicas: int = 1,
 ) -> tuple[int, ...]:
-    """Pages of each group: what all slots could ever hold, or in proportion what the memory allows.
+    """Pages of each group in a replica: what all its slots could ever hold, or in proportion what the memory
+    allows.
 
     Args:
         model: what is served.
         platform: of the devices.
         kv_format: of the pool.
         page_size: tokens of a page.
-        num_slots: sequences at once.
+        num_slots: sequences at once in each replica.
         max_model_len: tokens of the longest.
         step_rows: tokens by which a window's pages may be ahead of those that are given back.
         num_pages: most of each group; None leaves them to the memory.
-        kv_memory: bytes of all pools; None takes what the platform's has by default.
+        kv_memory: bytes of the pools of all replicas; None takes what the platform's has by default.
         draft: a model with pools of its own, on the pages of full attention.
         num_stages: that share out the layers, with what is padding among them.
+        num_replicas: with pools of their own.
 
     Raises ValueError, naming the bytes and the limit, where they hold less than two pages of a group.
     """
@@ -51,7 +54,7 @@ def resolve_pages(
         + (_page_bytes(draft, draft.num_layers, page_size, kv_format) if draft and not window else 0)
         for window in model.windows
     ]
-    budget = kv_memory or default_pool(platform)
+    budget = (kv_memory or default_pool(platform)) // num_replicas
     share = min(1.0, budget / sum(pages * size for pages, size in zip(wanted, page_bytes, strict=True)))
     counts = tuple(int(pages * share) for pages in wanted)
     if min(counts) < 2:

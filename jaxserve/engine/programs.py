@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine import huge_pages
@@ -23,6 +23,16 @@ from jaxserve.engine.iterations import run_iterations
 from jaxserve.engine.ladder import chunk_shapes, decode_shapes, read_widths
 from jaxserve.engine.page_moves import PageProgram, compile_page_programs
 from jaxserve.engine.parameters import abstract_parameters
+from jaxserve.engine.replicas import (
+    ALL,
+    OWN,
+    make_replicas,
+    of_all_replicas,
+    on_mesh,
+    packing_for,
+    slot_program_of_replicas,
+    step_of_replicas,
+)
 from jaxserve.engine.shardings import fed, from_host, placed, shardings_of, state_shardings
 from jaxserve.engine.slots import (
     PackedLoad,
@@ -30,9 +40,6 @@ from jaxserve.engine.slots import (
     load_masks,
     load_slot,
     mask_widths,
-    pack_copies,
-    pack_load,
-    pack_masks,
     pack_reads,
 )
 from jaxserve.engine.state import DeviceState, make_state, mask_words
@@ -42,7 +49,7 @@ from jaxserve.model.transformer import LayerLoop, Transformer
 from jaxserve.plan import SamplingParams, SlotLoad, StepPlan, StepShape
 from jaxserve.quantization import recipe_in_force
 from pallas_kernels.dispatch import Target, choices_recorded, default_target
-from sharding import make_mesh
+from sharding import DATA, make_mesh, replica_mesh
 
 logger = logging.getLogger(__name__)
 
@@ -93,13 +100,21 @@ class AbstractEngine:
     """A tree of ShapeDtypeStruct."""
     state: DeviceState
     """Likewise."""
+    mesh: Mesh | None
+    """All devices: those of the transformer, or of several replicas of it."""
 
     def lower(self, form: PlanFormat) -> jax.stages.Lowered:
         """The step of a plan's form."""
-        mesh = self.transformer.mesh
+        mesh = self.mesh
         run, counts = (run_step, ()) if form.max_iterations == 1 else (run_iterations, (np.int32(1),))
-        step = fed(functools.partial(run, self.transformer, form), 2, mesh)
-        given = from_host((form.pack(StepPlan.of((), (), form.shape)), *counts), mesh)
+        step = functools.partial(run, self.transformer, form)
+        config = self.transformer.config
+        nothing = packing_for(config).plan(form, StepPlan.of((), (), form.shape))
+        if mesh is not None and config.num_replicas > 1:
+            step = step_of_replicas(step, self.state, len(counts), mesh)
+            given = on_mesh((nothing, *counts), (OWN, *(ALL,) * len(counts)), mesh)
+        else:
+            step, given = fed(step, 2, mesh), from_host((nothing, *counts), mesh)
         jitted = jax.jit(step, donate_argnums=1, out_shardings=_places(self.state, mesh))
         return jitted.lower(self.params, self.state, *given)
 
@@ -114,13 +129,17 @@ def abstract_engine(
     layouts = page_layouts(config, target.platform)
     params = _abstract_parameters(config, layer_loop, mesh)
     state = abstract_state(config, target.platform, mesh)
-    return AbstractEngine(Transformer(config, layouts, layer_loop, mesh, target), params, state)
+    transformer = Transformer(config, layouts, layer_loop, replica_mesh(mesh), target)
+    return AbstractEngine(transformer, params, state, mesh)
 
 
 def abstract_state(config: EngineConfig, platform: str, mesh: Mesh | None) -> DeviceState:
     """The shapes of an engine's state, and on a mesh where they lie."""
     state = jax.eval_shape(functools.partial(make_state, config, page_layouts(config, platform)))
-    return state if mesh is None else placed(state, state_shardings(state, mesh))
+    if mesh is None:
+        return state
+    shapes = of_all_replicas(state, mesh) if config.num_replicas > 1 else state
+    return placed(shapes, state_shardings(state, mesh))
 
 
 def make_spread_state(config: EngineConfig) -> DeviceState:
@@ -132,6 +151,8 @@ def make_spread_state(config: EngineConfig) -> DeviceState:
         if huge_pages.is_available():
             huge_pages.advise(state.cache)
         return state
+    if config.num_replicas > 1:
+        make = make_replicas(make, mesh)
     return jax.jit(make, out_shardings=shardings_of(abstract_state(config, platform, mesh)))()
 
 
@@ -156,7 +177,7 @@ def compile_programs(
     shapes = decode_shapes(config) + chunk_shapes(config)
     repeated = decode_shapes(config) if config.max_iterations > 1 else ()
     total = len(shapes) + len(repeated) + 1
-    slots = _compile_slot_programs(config, abstract.state, mesh)
+    slots = _compile_slot_programs(config, abstract, mesh)
     pages = compile_page_programs(config, abstract.state, mesh) if config.moves_pages else ()
     on_progress(1, total)
 
@@ -202,31 +223,41 @@ def _compile_reads(
     }
 
 
-def _compile_slot_programs(config: EngineConfig, state: DeviceState, mesh: Mesh | None) -> SlotPrograms:
+def _compile_slot_programs(config: EngineConfig, abstract: AbstractEngine, mesh: Mesh | None) -> SlotPrograms:
     """From the state's shapes; all together they take a fraction of a step's time to compile."""
-    num_pages = config.cache.num_pages
+    state, packing, num_pages = abstract.state, packing_for(config), config.cache.num_pages
+    model_mesh = abstract.transformer.mesh
+    programs: dict[str, Callable[..., DeviceState]] = {
+        "load_slot": load_slot,
+        "copy_pages": functools.partial(copy_pages, num_pages=num_pages, mesh=model_mesh),
+        "load_masks": load_masks,
+    }
 
-    def compiled(program: Callable[..., DeviceState], *examples: object) -> Callable[..., DeviceState]:
-        places = None if mesh is None else shardings_of(state)
-        jitted = jax.jit(fed(program, 1, mesh), donate_argnums=0, out_shardings=places)
-        return jitted.lower(state, *from_host(examples, mesh)).compile()
+    def compiled(name: str, *examples: object) -> Callable[..., DeviceState]:
+        program, places = programs[name], None if mesh is None else shardings_of(state)
+        if mesh is not None and config.num_replicas > 1:
+            program, specs = slot_program_of_replicas(name, program, state, mesh)
+            given = on_mesh(examples, specs, mesh)
+        else:
+            program, given = fed(program, 1, mesh), from_host(examples, mesh)
+        jitted = jax.jit(program, donate_argnums=0, out_shardings=places)
+        return jitted.lower(state, *given).compile()
 
     def masks(width: int) -> tuple[np.ndarray, ...]:
         words = mask_words(config.model.vocab_size)
-        return pack_masks(np.zeros(width, np.int32), np.zeros((width, words), np.uint32), None, config)
+        return packing.masks(np.zeros(width, np.int32), np.zeros((width, words), np.uint32), None)
 
+    load = _example_load(config)
     return SlotPrograms(
-        load_slot=compiled(load_slot, _example_load(config)),
-        copy_pages=compiled(
-            functools.partial(copy_pages, num_pages=num_pages, mesh=mesh), pack_copies((), num_pages)
-        ),
-        load_masks={width: compiled(load_masks, *masks(width)) for width in mask_widths(config)},
+        load_slot=compiled("load_slot", packing.load(load)),
+        copy_pages=compiled("copy_pages", packing.copies(load)),
+        load_masks={width: compiled("load_masks", *masks(width)) for width in mask_widths(config)},
     )
 
 
-def _example_load(config: EngineConfig) -> PackedLoad:
-    load = SlotLoad(
-        slot=config.num_slots,
+def _example_load(config: EngineConfig) -> SlotLoad:
+    return SlotLoad(
+        slot=0,
         tokens=(),
         num_prompt_tokens=0,
         num_computed=0,
@@ -235,9 +266,10 @@ def _example_load(config: EngineConfig) -> PackedLoad:
         seed=0,
         sample_index=0,
     )
-    return pack_load(load, config)
 
 
 def _places(state: DeviceState, mesh: Mesh | None) -> Any:
-    """Where a step leaves the state, as it found it, and its result, whole on every device."""
-    return None if mesh is None else (shardings_of(state), NamedSharding(mesh, PartitionSpec()))
+    """Where a step leaves the state, as it found it, and its result: whole on every device of a replica."""
+    if mesh is None:
+        return None
+    return shardings_of(state), NamedSharding(mesh, OWN if DATA in mesh.axis_names else ALL)

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 from jaxserve.config import LogprobsMode
 from jaxserve.engine.state import PROMPT_FLAG, DeviceState
-from sharding import named_sharding, per_shard, shard_index
+from sharding import constrained, per_shard, shard_index
 
 NEGATIVE = -jnp.inf
 _BLOCK = 128
@@ -150,12 +150,8 @@ def choose(logits_RV: jax.Array, rows: SamplingRows, state: DeviceState, mesh: M
 
 def _adjusted(logits_RV: jax.Array, rows: SamplingRows, state: DeviceState, mesh: Mesh | None) -> jax.Array:
     """The logits [R, V] that rows are chosen by, cut over a mesh as the model's are."""
-    adjusted_RV = adjust_logits(logits_RV, rows, state)
-    if mesh is None:
-        return adjusted_RV
     # Left to itself, the partitioner gathers them whole around a condition.
-    cut = named_sharding(adjusted_RV.shape, (None, "vocab"), mesh)
-    return jax.lax.with_sharding_constraint(adjusted_RV, cut)
+    return constrained(adjust_logits(logits_RV, rows, state), (None, "vocab"), mesh)
 
 
 def _is_adjusted(rows: SamplingRows, state: DeviceState) -> jax.Array:

@@ -9,11 +9,12 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.config import ModelConfig
+from jaxserve.engine.replicas import shardings_of_all
 from jaxserve.engine.state import DeviceState
 from jaxserve.model.cache import CACHE_AXES, Cache
 from jaxserve.model.parameters import ParameterInfo, model_parameters
 from jaxserve.model.spread import segment_specs, weight_specs
-from sharding import AnyMesh, named_sharding
+from sharding import DATA, AnyMesh, named_sharding
 
 
 def parameter_shardings(params: Mapping[str, Any], model: ModelConfig, mesh: AnyMesh) -> dict[str, Any]:
@@ -50,16 +51,19 @@ def _on(specs: Any, mesh: AnyMesh) -> Any:
 
 
 def state_shardings(state: DeviceState, mesh: AnyMesh) -> DeviceState:
-    """A DeviceState of NamedSharding: pools and scales cut by KV heads, token counts by vocabulary.
+    """A DeviceState of NamedSharding: pools and scales cut by KV heads, token counts by vocabulary, all of it
+    by replicas.
 
-    `state` holds arrays or their shapes. Raises ValueError where the mesh does not divide the pools.
+    `state` holds one replica's arrays or their shapes. Raises ValueError where the mesh does not divide the
+    pools.
     """
     whole = NamedSharding(mesh, PartitionSpec())
-    return jax.tree.map(lambda _: whole, state).replace(
+    places = jax.tree.map(lambda _: whole, state).replace(
         cache=cache_shardings(state.cache, mesh),
         # Read and written beside logits, which are cut by vocabulary: whole, it would double their memory.
         counts=named_sharding(state.counts.shape, (None, "vocab"), mesh),
     )
+    return shardings_of_all(places, mesh) if DATA in mesh.axis_names else places
 
 
 def cache_shardings(cache: Cache, mesh: AnyMesh) -> Any:

@@ -209,9 +209,8 @@ def advance(
     return dataclasses.replace(state, cache=cache, num_computed=num_computed), sampled
 
 
-def unpack_result(packed: np.ndarray, num_logit_rows: int) -> StepResult:
-    """The host's view of a packed result, the padding dropped."""
-    packed = packed[:num_logit_rows]
+def unpack_result(packed: np.ndarray) -> StepResult:
+    """The host's view of a packed result, padding having been dropped."""
     num_alternatives = (packed.shape[1] - 3) // 2
     return StepResult(
         tokens=packed[:, 0],

@@ -115,7 +115,7 @@ class DraftPace:
             return
         if plan.reads is None:
             self._waited.observe(kind, each)
-        plain = self._plain.mean(self.plain_kind(len(step.rows)))
+        plain = self._plain.mean(self.plain_kind(step.most_sampling))
         if plain:
             self._share, self._plain_step, self._num_sharing = plain, plain, len(step.rows)
             self.drafted_seconds += seconds

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
@@ -73,10 +73,12 @@ class Drafting:
         speculation: Speculation,
         limits: EngineLimits,
         table: SlotTable,
-        pages: RunningPages,
+        pages: Sequence[RunningPages],
         pool: PagePool,
     ) -> None:
-        """Raises ValueError for more drafts than the engine's steps take, or if it is to draft and cannot."""
+        """`pages`: of each replica; `pool`: of the only one, where the engine has a draft model.
+
+        Raises ValueError for more drafts than the engine's steps take, or if it is to draft and cannot."""
         if speculation.max_drafts > limits.max_drafts:
             raise ValueError(
                 f"max_drafts {speculation.max_drafts}: the engine verifies at most {limits.max_drafts}"
@@ -116,19 +118,29 @@ class Drafting:
         """Whether the next step is to have drafts, and so to wait for the one before it."""
         return self._pace.active
 
-    def fill(self, step: StepBuilder) -> None:
-        """Let those of the step that decode verify drafts, where that pays and there are rows and pages."""
+    def fill(self, steps: Sequence[StepBuilder]) -> None:
+        """Let those that decode verify drafts, where that pays and there are rows and pages.
+
+        `steps`: of each replica its part of the step.
+        """
+        num_decoding = [len(step.decoding) for step in steps]
         if self._shared is not None:
-            self._shared.work(_NUM_INDEXED + 2 * len(step.decoding))
+            self._shared.work(_NUM_INDEXED + 2 * sum(num_decoding))
         if self._reading is not None:
             self._reading.settle()
-        decoding = step.decoding
-        if not len(decoding):
+        if not any(num_decoding):
             return
-        if not self._pace.begin(len(decoding)):
+        if not self._pace.begin(max(num_decoding)):
             self._trials_left = _NUM_TRIALS
             return
-        step.waited = True
+        num_before = self._num_verifications
+        for step, pages in zip(steps, self._pages, strict=True):
+            step.waited = True
+            self._fill(step, pages)
+        if self._num_verifications > num_before:
+            self._trials_left = max(0, self._trials_left - 1)
+
+    def _fill(self, step: StepBuilder, pages: RunningPages) -> None:
         proposals = self._propose(step)
         if not proposals:
             return
@@ -136,7 +148,7 @@ class Drafting:
         if step.num_spare > 0:
             counts = self._choose(proposals, step)
             if counts.any():
-                self._verify(step, proposals, counts)
+                self._verify(step, pages, proposals, counts)
 
     def accept(self, requests: list[Request]) -> None:
         """A draft of each of these was accepted."""
@@ -231,12 +243,15 @@ class Drafting:
         rate = follower.acceptance[grade].rate(self._acceptance[grade].rate(_FIRST_GUESS))
         return max(rate, _FIRST_GUESS) if self._trials_left else rate
 
-    def _verify(self, step: StepBuilder, proposals: list[_Proposal], counts: IntArray) -> None:
+    def _verify(
+        self, step: StepBuilder, pages: RunningPages, proposals: list[_Proposal], counts: IntArray
+    ) -> None:
         """Put so much of each proposal into the step, unless its pages would be others'."""
         in_step = np.zeros(len(step.decoding), np.int32)
         in_step[[one.place for one in proposals]] = counts
-        if not self._pages.lend(step.decoding, in_step + 1):
+        if not pages.can_lend(step.decoding, in_step + 1):
             return
+        pages.lend(step.decoding, in_step + 1)
         chosen = [one.tokens[:count] for one, count in zip(proposals, counts.tolist(), strict=True)]
         for one, tokens in zip(proposals, chosen, strict=True):
             one.follower.num_drafted, one.follower.grade = len(tokens), one.follower.drafter.grade
@@ -247,7 +262,6 @@ class Drafting:
         )
         self._num_verifications += int(np.count_nonzero(counts))
         self._num_drafted += int(counts.sum())
-        self._trials_left = max(0, self._trials_left - 1)
 
     def _read_along(self, step: StepBuilder, num_drafts: IntArray) -> IntArray | None:
         """As in `StepPlan.unread`, of those that decode."""

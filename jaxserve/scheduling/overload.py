@@ -98,6 +98,7 @@ class AdmissionGate:
         """
         groups = list(zip(limits.num_pages, limits.windows, strict=True))
         num_pages = min(pages for pages, window in groups if not window or all(limits.windows)) - 1
+        num_pages *= limits.num_replicas
         return cls(policy, num_slots=limits.num_slots, num_pages=num_pages, page_size=limits.page_size)
 
     def admit(

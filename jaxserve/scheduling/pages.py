@@ -194,6 +194,11 @@ class PageTable:
         self.num_passed = [0] * len(windows)
         """Of these, the pages that each group no longer holds: they lie wholly behind its window."""
 
+    def move_to(self, pool: PagePool) -> None:
+        """Take pages from another pool from now on; only an empty table can."""
+        assert self.num_spanned == 0, "pages lie in the pool that they were taken from"
+        self._pool = pool
+
     def num_tokens_available(self, position: int) -> int:
         """Tokens from `position` on that the pages held and free pages can take."""
         return (self.num_spanned + self._pool.num_free_everywhere) * self._page_size - position

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from jaxserve.plan import EngineLimits, IntArray
-from jaxserve.scheduling.kv_events import KvEventLog, KvSnapshot
+from jaxserve.scheduling.kv_events import KvEvent, PagesStored
 from jaxserve.scheduling.offload import OffloadMatch
 from jaxserve.scheduling.page_swap import PageSwap
 from jaxserve.scheduling.pages import PagePool, SharedPrefix
@@ -43,23 +43,23 @@ class PrefixCache:
         pool: PagePool,
         limits: EngineLimits,
         token_seconds: Callable[[], float],
+        on_event: Callable[[Callable[[], KvEvent]], None],
         swap: PageSwap | None = None,
     ) -> None:
-        """`token_seconds`: what a prompt token costs at present, without attention. `swap`: keeps pages
-        beyond the pool."""
+        """`token_seconds`: what a prompt token costs at present, without attention. `on_event`: as of
+        `PrefixTree`. `swap`: keeps pages beyond the pool."""
         self._identity = identity
         self._pool = pool
         self._page_size = limits.page_size
         self._windows = limits.windows
         self._token_seconds = token_seconds
         self._swap = swap
-        self.events = KvEventLog()
         self._tree = PrefixTree(
             pool,
             limits.page_size,
             limits.windows,
             recompute_cost=self._cost,
-            on_event=self.events.add,
+            on_event=on_event,
             on_page=None if swap is None else swap.offload.note_stored,
             copies_pages=limits.copies_pages,
         )
@@ -220,18 +220,16 @@ class PrefixCache:
     def clear(self, scope: CacheScope | None = None) -> int:
         """Forget everything, or what one tenant or namespace shares; return how many pages that was.
 
-        What running requests hold stays theirs until they end. The events of it are published at once.
+        What running requests hold stays theirs until they end.
         """
         num_pages = self._tree.clear(scope)
         if self._swap is not None:
             self._swap.offload.clear(scope)
-        self.events.flush()
         return num_pages
 
-    def snapshot(self) -> KvSnapshot:
-        """All that can be matched now, for a reader of events who cannot go on where it was."""
-        self.events.flush()
-        return KvSnapshot(self.events.last_sequence_number, tuple(self._tree.snapshot()))
+    def snapshot(self) -> list[PagesStored]:
+        """All that can be matched now, parents before children."""
+        return self._tree.snapshot()
 
     def holders(self) -> list[list[list[int]]]:
         """The pages held, as `PagePool.check_integrity` takes them."""

@@ -28,7 +28,8 @@ class Start(NamedTuple):
 
 
 class Room:
-    """Counts free pages, and those that can be had by forgetting, against promised ones, in each group."""
+    """Counts a replica's free pages, and those that can be had by forgetting, against promised ones, in each
+    group."""
 
     def __init__(
         self,
@@ -39,7 +40,10 @@ class Room:
         prompts: SharedPrompts,
         cache: PrefixCache | None,
         queue: RequestQueue,
+        replica: int = 0,
     ) -> None:
+        """`pool`, `prompts` and `cache` are those of the replica."""
+        self._replica = replica
         self._queue = queue
         self._ahead = queue.policy.pages_ahead
         self._page_size = limits.page_size
@@ -70,13 +74,18 @@ class Room:
         For its known tokens, some of those that are expected, and a page more: that keeps a newcomer from
         being preempted as soon as somebody fills a page.
         """
-        table, taken = self._table, self._table.order
+        table, taken = self._table, self._table.order_in(self._replica)
         known = table.known[taken]
         ahead = np.maximum(table.prepaid[taken] - known, 0) * self._ahead
         num_tokens = known + ahead.astype(np.int32)
         missing = -(-num_tokens // self._page_size) - table.capacity[taken] // self._page_size
         missing = np.maximum(missing, 0)
         return [int(np.minimum(missing, cap).sum()) + len(taken) for cap in self._caps]
+
+    def num_unpromised(self, promised: list[int]) -> int:
+        """Pages, of the group that has fewest, that are free or can be had and that nobody waits for."""
+        evictable = [0 if self._cache is None else self._cache.num_evictable(g) for g in range(len(promised))]
+        return min(self._pool.num_free(group) + evictable[group] - num for group, num in enumerate(promised))
 
     def promise(self, request: Request, promised: list[int]) -> None:
         """Count what a request that has just started has yet to take."""

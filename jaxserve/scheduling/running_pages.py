@@ -14,7 +14,7 @@ from jaxserve.scheduling.slots import SlotTable
 
 
 class RunningPages:
-    """The pages of the requests in slots. A preempted one goes back to the queue."""
+    """The pages of the requests in a replica's slots. A preempted one goes back to the queue."""
 
     def __init__(
         self,
@@ -24,7 +24,10 @@ class RunningPages:
         queue: RequestQueue,
         prompts: SharedPrompts,
         cache: PrefixCache | None,
+        replica: int = 0,
     ) -> None:
+        """`pool`, `prompts` and `cache` are those of the replica."""
+        self._replica = replica
         self._pool = pool
         self._page_size = limits.page_size
         self._longest_lag = limits.longest_lag
@@ -63,20 +66,28 @@ class RunningPages:
             keep &= ~np.isin(decoding, held_up)
         return decoding if keep.all() else decoding[keep]
 
-    def lend(self, decoding: IntArray, num_ahead: IntArray) -> bool:
-        """Give those that decode pages for so many more tokens each, if that takes nobody's."""
+    def can_lend(self, decoding: IntArray, num_ahead: IntArray) -> bool:
+        """Whether pages for so many more tokens of those that decode would take nobody's."""
         table, page_size = self._table, self._page_size
-        wanted = table.computed[decoding] + num_ahead
-        missing = np.maximum(0, -(-wanted // page_size) - table.capacity[decoding] // page_size)
-        if missing.any():
-            self.make_free(2 * int(missing.sum()))
+        wanted = -(-(table.computed[decoding] + num_ahead) // page_size)
+        missing = int(np.maximum(0, wanted - table.capacity[decoding] // page_size).sum())
+        if missing:
+            self.make_free(2 * missing)
         # As many again are left for the step after this one.
-        if 2 * int(missing.sum()) > self._pool.num_free_everywhere:
-            return False
-        short = missing > 0
+        return 2 * missing <= self._pool.num_free_everywhere
+
+    def lend(self, decoding: IntArray, num_ahead: IntArray) -> None:
+        """Give those that decode pages for so many more tokens each, which `can_lend` has found."""
+        table = self._table
+        wanted = table.computed[decoding] + num_ahead
+        short = wanted > table.capacity[decoding]
         for slot, num_tokens in zip(decoding[short].tolist(), wanted[short].tolist(), strict=True):
             self.grow(table.at(slot), num_tokens)
-        return True
+
+    @property
+    def all_grants(self) -> list[tuple[int, int, int, int]]:
+        """What the step in the making gives to anybody."""
+        return [grant for grants in self.grants.values() for grant in grants]
 
     def grow(self, request: Request, num_tokens: int) -> None:
         """Give a request pages for its first `num_tokens` tokens; they must be free."""
@@ -119,10 +130,10 @@ class RunningPages:
         return True
 
     def victim(self) -> Request:
-        """The running request whose preemption costs least."""
+        """The running request of the replica whose preemption costs least; there must be one."""
         computed = self._table.computed
         return min(
-            self._table.running,
+            self._table.running_in(self._replica),
             key=lambda request: self._queue.victim_key(request, int(computed[request.slot])),
         )
 

@@ -13,6 +13,7 @@ retired.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -21,15 +22,16 @@ from jaxserve.scheduling.admission import check_params, check_pool, check_prompt
 from jaxserve.scheduling.arrivals import Arrivals, take_tokens
 from jaxserve.scheduling.classes import SchedulerPolicy
 from jaxserve.scheduling.drafting import Drafting
+from jaxserve.scheduling.joint_step import join_parts
 from jaxserve.scheduling.newcomers import HURDLES, Hurdle, Newcomers
 from jaxserve.scheduling.page_swap import PageSwap
 from jaxserve.scheduling.pages import PagePool, PageTable
-from jaxserve.scheduling.prefix_cache import CacheIdentity, PrefixCache
+from jaxserve.scheduling.prefix_cache import CacheIdentity
+from jaxserve.scheduling.prefix_caches import PrefixCaches
 from jaxserve.scheduling.queue import RequestQueue
+from jaxserve.scheduling.replica import Replica, slots_of_replicas
 from jaxserve.scheduling.request import Request, RequestState, Submission
-from jaxserve.scheduling.room import Room
-from jaxserve.scheduling.running_pages import RunningPages
-from jaxserve.scheduling.shared_prompts import SharedPrompts
+from jaxserve.scheduling.running_rows import RunningRows
 from jaxserve.scheduling.slots import Cohort, SlotTable
 from jaxserve.scheduling.step import Round, ScheduledStep, StepBuilder
 from jaxserve.scheduling.step_budget import TokenBudget
@@ -73,35 +75,32 @@ class Scheduler:
         self.budget = TokenBudget(limits, max_chunk=max_chunk)
         """How much prompt goes into a step; it wants to hear how long steps take."""
         self.max_chunk = largest.rows if max_chunk is None else max_chunk
-        # Every running request has a row in every step, also beside a prompt chunk.
-        max_running = min(limits.num_slots, largest.rows, largest.sequences, largest.logit_rows)
-        self._table = SlotTable(max_running, limits.page_size)
-        self._pool = PagePool(limits.num_pages)
+        self._table = SlotTable(slots_of_replicas(limits), limits.page_size)
+        pools = [PagePool(limits.num_pages) for _ in range(limits.num_replicas)]
         self.cache = (
-            None
-            if cache is None
-            else PrefixCache(cache, self._pool, limits, self.budget.seconds_per_token, swap)
+            None if cache is None else PrefixCaches(cache, pools, limits, self.budget.seconds_per_token, swap)
         )
         self._queue = RequestQueue(policy, score=None if self.cache is None else self.cache.num_cached)
-        self._prompts = SharedPrompts(self._pool, limits, self.cache)
-        self._pages = RunningPages(self._pool, limits, self._table, self._queue, self._prompts, self.cache)
+        shared: Any = {
+            "limits": limits,
+            "max_chunk": self.max_chunk,
+            "table": self._table,
+            "queue": self._queue,
+        }
+        caches = [None] * len(pools) if self.cache is None else self.cache.caches
+        self._replicas = tuple(
+            Replica.of(number, pool, own, **shared)
+            for number, (pool, own) in enumerate(zip(pools, caches, strict=True))
+        )
         self.drafting = (
             None
             if speculation is None
-            else Drafting(speculation, limits, self._table, self._pages, self._pool)
+            else Drafting(speculation, limits, self._table, [one.pages for one in self._replicas], pools[0])
         )
-        room = Room(
-            limits,
-            self.max_chunk,
-            self._pool,
-            self._table,
-            self._prompts,
-            self.cache,
-            self._queue,
+        self._rows = RunningRows(
+            limits, self.max_chunk, self._table, self._queue, self._replicas, self.budget, self.drafting
         )
-        self._newcomers = Newcomers(
-            self._table, self._queue, room, self._pages, self._prompts, self.cache, self.budget
-        )
+        self._newcomers = Newcomers(self._table, self._queue, self._replicas, self.cache, self.budget)
         self.num_kept_out: dict[Hurdle, int] = dict.fromkeys(HURDLES, 0)
         """Steps that left requests waiting, by what these waited for; since the beginning."""
         self._num_arrived = 0
@@ -125,15 +124,14 @@ class Scheduler:
 
     @property
     def num_free_pages(self) -> tuple[int, ...]:
-        """Pages of each cache group that no request holds and no step in flight may still use."""
-        groups = range(len(self.limits.num_pages))
-        evictable = [0 if self.cache is None else self.cache.num_evictable(group) for group in groups]
-        return tuple(self._pool.num_free(group) + evictable[group] for group in groups)
+        """Pages of each cache group, in all replicas, that no request holds and no step in flight may still
+        use."""
+        return tuple(map(sum, zip(*(one.num_free_pages for one in self._replicas), strict=True)))
 
     @property
     def num_preemptions(self) -> int:
         """Slots taken back before their requests had ended, since the beginning."""
-        return self._pages.num_preemptions
+        return sum(one.pages.num_preemptions for one in self._replicas)
 
     @property
     def num_recomputed(self) -> int:
@@ -182,11 +180,11 @@ class Scheduler:
         )
         self._num_arrived += 1
         for index in range(params.n):
-            table = PageTable(self._pool, self.limits.page_size, self.limits.windows)
+            table = PageTable(self._replicas[0].pool, self.limits.page_size, self.limits.windows)
             submission.requests.append(Request(submission, index, (submission.arrival, index), table))
         submission.heirs.update(submission.requests[1:])
         self._queue.push(submission.leader, now)
-        if self._prompts.num_shareable(len(prompt)):
+        if self._replicas[0].prompts.num_shareable(len(prompt)):
             submission.awaits_prefix = params.n > 1
         else:
             self._queue_heirs(submission, now)
@@ -209,31 +207,27 @@ class Scheduler:
         """
         if self._in_flight and self.drafting is not None and self.drafting.active:
             return None
-        self._pages.grants.clear()
+        for replica in self._replicas:
+            replica.pages.grants.clear()
         self._newcomers.make_way(now)
-        num_preemptions = self.num_preemptions
+        num_preemptions = [replica.pages.num_preemptions for replica in self._replicas]
+        in_flight = self._who_is_in_flight()
         todo = self._table.todo()
-        step, chunked = self._plan_running(todo, now)
-        all_stay = num_preemptions == self.num_preemptions
-        may_admit = all_stay or not (self.num_running or self._in_flight)
-        hurdle: Hurdle | None = "pages"
-        if may_admit:  # There may be pages for others.
-            hurdle = self._newcomers.admit(step, now, in_flight=bool(self._in_flight))
-        if step.decodes_only and not (step.empty or len(self._queue)):
-            step.num_iterations = self._num_iterations(step.decoding)
-        scheduled = step.build([grant for grants in self._pages.grants.values() for grant in grants])
+        steps, chunked = self._rows.plan(todo, now, in_flight)
+        open_to: dict[int, StepBuilder] = {}
+        for number, replica in enumerate(self._replicas):
+            all_stay = num_preemptions[number] == replica.pages.num_preemptions
+            if all_stay or not (self._table.num_taken_in(number) or in_flight[number]):
+                open_to[number] = steps[number]  # There may be pages for others.
+        hurdle = self._newcomers.admit(open_to, now, in_flight) if open_to else "pages"
+        if self.limits.max_iterations > 1 and not len(self._queue):
+            self._rows.iterate(steps)
+        scheduled = self._build(steps)
         if scheduled is not None:
-            self._pool.begin_step()
-            self._in_flight.append(scheduled)
+            self._begin(scheduled, chunked, now)
             if hurdle is not None and len(self._queue):
                 self.num_kept_out[hurdle] += 1
-            for request in (*chunked, *scheduled.admitted):
-                num_computed = int(self._table.computed[request.slot])
-                if self.cache is not None:
-                    self.cache.store(request, min(num_computed, request.num_known))
-                if self._prompts.offer(request, num_computed):
-                    self._queue_heirs(request.submission, now)
-        elif may_admit and not self._in_flight and (todo.any() or self._could_start(now)):
+        elif len(open_to) == len(steps) and not self._in_flight and (todo.any() or self._could_start(now)):
             raise RuntimeError(
                 f"no step can be planned: {self.num_running} samples run and {self.num_waiting} wait"
             )
@@ -250,7 +244,9 @@ class Scheduler:
         if self.drafting is not None and not part.foreseen:
             self.drafting.accept(arrivals.requests)
         if self.cache is not None:
-            self.cache.store_full(self._table, part.cohort.slots)
+            own = zip(self.cache.caches, self._table.by_replica(part.cohort.slots), strict=True)
+            for cache, slots in own:
+                cache.store_full(self._table, slots)
         return arrivals
 
     def retire(self, step: ScheduledStep) -> None:
@@ -258,7 +254,8 @@ class Scheduler:
         if not self._in_flight or self._in_flight[0] is not step:
             raise RuntimeError("steps retire in the order in which they were planned")
         self._in_flight.pop(0)
-        self._pool.retire_step()
+        for replica in self._replicas:
+            replica.pool.retire_step()
 
     def resume(self, request: Request) -> None:
         """The caller has seen the latest token of a gated request, which may go on."""
@@ -272,14 +269,15 @@ class Scheduler:
         request.advance(state)
         self._queue.settle(request)
         if running:
-            self._pages.take_back(request)
+            self._replica_of(request).pages.take_back(request)
         elif request.queued:
             self._queue.remove(request)
         if self.cache is not None:
             self.cache.forget(request)
         if self.drafting is not None:
             self.drafting.forget(request)
-        self._prompts.drop_heir(request)
+        for replica in self._replicas:
+            replica.prompts.drop_heir(request)
 
     def abandon_steps(self) -> None:
         """The device is lost: no step in flight will ever be collected."""
@@ -292,77 +290,46 @@ class Scheduler:
         With nothing running this means that every page and slot is free, or held for waiting samples.
         """
         self._table.check_integrity()
-        holders = [request.table.pages for request in self._table.running]
-        holders += self._prompts.holders()
-        if self.cache is not None:
-            self.cache.check_integrity(self.num_running)
-            holders += self.cache.holders()
-        self._pool.check_integrity(holders)
-        if not (len(self._table) or len(self._queue)) and len(self._prompts):
-            raise RuntimeError(f"{len(self._prompts)} shared prompts are held for nobody")
+        for replica in self._replicas:
+            replica.check_integrity(self._table.running_in(replica.number))
+            if not (len(self._table) or len(self._queue)) and len(replica.prompts):
+                raise RuntimeError(f"{len(replica.prompts)} shared prompts are held for nobody")
 
-    # Running requests ------------------------------------------------------------------------------------
+    # Pieces ----------------------------------------------------------------------------------------------
 
-    def _plan_running(self, todo: IntArray, now: float) -> tuple[StepBuilder, list[Request]]:
-        """A step with the rows of the running requests, and those of them that compute several."""
-        table, order = self._table, self._table.order
-        asked = todo[order]
-        one_each = asked == 1
-        longer: list[int] = []
-        decoding = order
-        if not one_each.all():
-            longer, decoding = order[asked > 1].tolist(), order[one_each]
-        decoding = self._pages.find(decoding, now)
-        rows, paced = self._max_prompt_rows(decoding, longer)
-        step = StepBuilder(self.limits, table, rows, decoding, paced=paced)
-        if self.drafting is not None:
-            step.num_reserved = len(longer)
-            self.drafting.fill(step)
-        chunked: list[Request] = []
-        for index, slot in enumerate(longer):
-            request = table.requests[slot]
-            if request is None:
-                continue  # Preempted by one that decodes.
-            step.num_reserved = len(longer) - index - 1
-            if self._plan_chunk(request, int(todo[slot]), step, now):
-                chunked.append(request)
-        step.num_reserved = 0
-        return step, chunked
+    def _replica_of(self, request: Request) -> Replica:
+        """Of a running request."""
+        return self._replicas[self._table.replica_of(request.slot)]
 
-    def _num_iterations(self, decoding: IntArray) -> int:
-        """How many tokens the slots may decode in one dispatch, as nobody waits and each is on its own."""
-        most = self.limits.max_iterations
-        if most == 1 or self._table.gated[decoding].any():
-            return 1
-        num_ahead = self._table.num_ahead(decoding, most)
-        return int(num_ahead.max()) if self._pages.lend(decoding, num_ahead) else 1
+    def _who_is_in_flight(self) -> list[bool]:
+        """Of each replica, whether a step is under way that it has a part in."""
+        if len(self._replicas) == 1:
+            return [bool(self._in_flight)]
+        parts = [step.parts or {} for step in self._in_flight]
+        return [any(replica.number in own for own in parts) for replica in self._replicas]
 
-    def _max_prompt_rows(self, decoding: IntArray, longer: list[int]) -> tuple[int, bool]:
-        """Prompt tokens that the next step may compute beside those that decode, and whether a target of
-        theirs makes them fewer."""
-        if not longer and not (self._table.has_free and len(self._queue)):
-            return self.max_chunk, False  # Nobody asks.
-        tightest = float(self._table.tpot_target[decoding].min(initial=np.inf))
-        rows = self.budget.budget(len(decoding), tightest)
-        return rows, tightest < np.inf and rows < self.budget.budget(len(decoding))
+    def _build(self, steps: Sequence[StepBuilder]) -> ScheduledStep | None:
+        """The step of these parts, one of each replica; None if they are all empty."""
+        if len(self._replicas) == 1:
+            return steps[0].build(self._replicas[0].pages.all_grants)
+        parts: dict[int, ScheduledStep] = {}
+        for number, replica in enumerate(self._replicas):
+            part = steps[number].build(replica.pages.all_grants)
+            if part is not None:
+                parts[number] = part
+        return join_parts(parts, self.limits, self._table) if parts else None
 
-    def _plan_chunk(self, request: Request, todo: int, step: StepBuilder, now: float) -> bool:
-        """Give the request as many rows as there are; return whether there was one."""
-        computed = int(self._table.computed[request.slot])
-        if computed >= self._table.next_pass[request.slot]:
-            self._pages.pass_window(request)
-        self._pages.make_free(min(todo, self.max_chunk) // self.limits.page_size + 1)
-        # Nobody decodes and nothing is under way: pages will come only from other running requests.
-        stuck = step.empty and not self._in_flight
-        available = request.table.num_tokens_available(computed)
-        if available < 1 and stuck and self._pages.make_room(request, now):
-            available = request.table.num_tokens_available(computed)
-        chunk = step.next_chunk(request, computed, todo, available)
-        if chunk.num_tokens < 1:
-            return False
-        self._pages.grow(request, computed + chunk.num_tokens)
-        step.add(request, chunk, todo)
-        return True
+    def _begin(self, scheduled: ScheduledStep, chunked: list[Request], now: float) -> None:
+        """A step has been planned; those in `chunked` and those it admits compute prompts."""
+        for replica in self._replicas:
+            replica.pool.begin_step()
+        self._in_flight.append(scheduled)
+        for request in (*chunked, *scheduled.admitted):
+            replica, num_computed = self._replica_of(request), int(self._table.computed[request.slot])
+            if replica.cache is not None:
+                replica.cache.store(request, min(num_computed, request.num_known))
+            if replica.prompts.offer(request, num_computed):
+                self._queue_heirs(request.submission, now)
 
     def _charge(self, cohort: Cohort) -> None:
         """Charge the tokens that a step brings to answers that are longer than was expected."""

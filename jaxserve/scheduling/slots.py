@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,7 +55,10 @@ class SlotTable:
     *Known* and *computed* are as they will be once every planned step has run.
     """
 
-    def __init__(self, num_slots: int, page_size: int) -> None:
+    def __init__(self, replicas: Sequence[range], page_size: int) -> None:
+        """`replicas`: the slots of each, which may be fewer than lie before those of the next."""
+        num_slots = replicas[-1].stop
+
         def column() -> IntArray:
             return np.zeros(num_slots, np.int32)
 
@@ -91,22 +95,36 @@ class SlotTable:
         self.deadline = np.full(num_slots, np.inf)
         """Seconds on the loop's clock."""
         self._page_size = page_size
-        self._free = list(range(num_slots - 1, -1, -1))
+        self._free = [list(reversed(slots)) for slots in replicas]
+        self._replicas = replicas
+        self._stride = replicas[1].start if len(replicas) > 1 else num_slots
+        self._num_taken = 0
+        self._num_given = sum(map(len, replicas))
         self._order: IntArray | None = None
         self._everyone: Cohort | None = None
         self._num_admissions = 0
 
     def __len__(self) -> int:
         """Taken slots."""
-        return len(self.requests) - len(self._free)
+        return self._num_taken
 
     @property
     def num_slots(self) -> int:
+        """Those between two replicas' included."""
         return len(self.requests)
 
     @property
     def has_free(self) -> bool:
-        return bool(self._free)
+        return self._num_taken < self._num_given
+
+    def has_free_in(self, replica: int) -> bool:
+        return bool(self._free[replica])
+
+    def num_taken_in(self, replica: int) -> int:
+        return len(self._replicas[replica]) - len(self._free[replica])
+
+    def replica_of(self, slot: int) -> int:
+        return slot // self._stride
 
     @property
     def order(self) -> IntArray:
@@ -118,10 +136,25 @@ class SlotTable:
             self._order = np.array([request.slot for request in taken], np.int32)
         return self._order
 
+    def order_in(self, replica: int) -> IntArray:
+        """Those of a replica, in the same order."""
+        order = self.order
+        return order if len(self._free) == 1 else order[order // self._stride == replica]
+
+    def by_replica(self, slots: IntArray) -> list[IntArray]:
+        """Those of each replica among some slots, which keep their order."""
+        if len(self._free) == 1:
+            return [slots]
+        return [slots[slots // self._stride == replica] for replica in range(len(self._free))]
+
     @property
     def running(self) -> list[Request]:
         """The running requests, in the same order."""
         return [self.at(slot) for slot in self.order.tolist()]
+
+    def running_in(self, replica: int) -> list[Request]:
+        """Those of a replica."""
+        return [self.at(slot) for slot in self.order_in(replica).tolist()]
 
     def cohort(self, slots: IntArray) -> Cohort:
         """The requests in taken slots; cheap for `order` itself, until a slot changes hands."""
@@ -176,11 +209,14 @@ class SlotTable:
         """Tokens that slots which decode can compute in so many iterations, until their longest answers."""
         return np.minimum(self.max_known[slots] - self.known[slots], num_iterations)
 
-    def enter(self, request: Request, num_computed: int, account: int, entitled: PriorityClass) -> None:
-        """Give a request of the class `entitled` a free slot."""
+    def enter(
+        self, request: Request, replica: int, num_computed: int, account: int, entitled: PriorityClass
+    ) -> None:
+        """Give a request of the class `entitled` a free slot of a replica."""
         submission = request.submission
         prompt_len = len(submission.prompt)
-        slot = request.slot = self._free.pop()
+        slot = request.slot = self._free[replica].pop()
+        self._num_taken += 1
         self.requests[slot] = request
         self.serial[slot] = self._num_admissions
         self._num_admissions += 1
@@ -210,7 +246,8 @@ class SlotTable:
         self.requests[slot] = None
         self.serial[slot] = -1
         self.deadline[slot] = np.inf
-        self._free.append(slot)
+        self._free[self.replica_of(slot)].append(slot)
+        self._num_taken -= 1
         self._order = self._everyone = None
 
     def follow_growth(self, request: Request) -> None:
@@ -225,8 +262,10 @@ class SlotTable:
     def check_integrity(self) -> None:
         """Raise RuntimeError unless slots and requests account for one another."""
         taken = [slot for slot, request in enumerate(self.requests) if request is not None]
-        if sorted(self._free + taken) != list(range(self.num_slots)):
-            raise RuntimeError(f"slots {taken} are taken and {sorted(self._free)} free, of {self.num_slots}")
+        for replica, (own, free) in enumerate(zip(self._replicas, self._free, strict=True)):
+            taken_here = [slot for slot in taken if self.replica_of(slot) == replica]
+            if sorted(free + taken_here) != list(own):
+                raise RuntimeError(f"slots {taken_here} are taken and {sorted(free)} free, of {own}")
         for slot in taken:
             request = self.at(slot)
             if request.slot != slot or self.known[slot] != request.num_known + self.pending[slot]:

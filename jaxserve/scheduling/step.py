@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -52,6 +52,20 @@ class ScheduledStep:
     """[K]; None in a step without any."""
     waited: bool = False
     """Whether it was planned only when the step before it had been collected, so that it could have some."""
+    parts: Mapping[int, ScheduledStep] | None = None
+    """Where there are several replicas, the parts of those that have any."""
+
+    @property
+    def most_rows(self) -> int:
+        """Rows of the replica that has most."""
+        if self.parts is None:
+            return self.plan.num_rows
+        return max(part.plan.num_rows for part in self.parts.values())
+
+    @property
+    def most_sampling(self) -> int:
+        """Of the K sequences those of the replica that has most."""
+        return max(len(part.rows) for part in self.parts.values()) if self.parts else len(self.rows)
 
     @property
     def decodes_only(self) -> bool:

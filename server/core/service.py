@@ -197,7 +197,7 @@ class Service:
             num_waiting=snapshot.num_waiting,
             num_slots=limits.num_slots,
             num_free_pages=free,
-            num_pages=total - 1,
+            num_pages=(total - 1) * limits.num_replicas,
             page_size=limits.page_size,
             tokens_per_second=self._meter.read(snapshot.num_sampled),
         )

@@ -72,11 +72,20 @@ class Case:
 
 CASES = {
     # Two KV heads, which eight devices have four times each.
-    "dense": Case(dataclasses.replace(DENSE, num_kv_heads=2, tie_embeddings=False), ("tensor=2", "tensor=8")),
+    "dense": Case(
+        dataclasses.replace(DENSE, num_kv_heads=2, tie_embeddings=False),
+        ("tensor=2", "tensor=8", "data=2", "data=4,tensor=2"),
+    ),
     "windowed": Case(
         dataclasses.replace(DENSE, layers=(LayerKind(window=12), LayerKind()), qk_norm=True),
         ("tensor=4",),
         {"host_kv_memory": 2**20},
+    ),
+    # So few pages in each replica that requests must give way to others.
+    "replicas of windows": Case(
+        dataclasses.replace(DENSE, layers=(LayerKind(window=12), LayerKind()), qk_norm=True),
+        ("data=2,tensor=4",),
+        {"page_size": 8, "num_pages": 9},
     ),
     "moe": Case(
         dataclasses.replace(
@@ -87,7 +96,7 @@ CASES = {
             experts_per_token=3,
             expert_intermediate_size=24,
         ),
-        ("expert=4", "tensor=2,expert=4"),
+        ("expert=4", "tensor=2,expert=4", "data=2,expert=4"),
     ),
     "int8": Case(DENSE, ("tensor=4", "tensor=2,pipe=2"), {"quantize": "int8", "kv_format": "int8"}),
     # Five layers on two stages or four: some have one less than others.

@@ -65,11 +65,12 @@ def test_answers_are_those_of_one_device(name: str, mesh: str) -> None:
 @pytest.mark.parametrize(("name", "mesh"), PAIRS)
 def test_parts_of_a_layer_end_in_one_sum_and_nothing_else_is_as_large(name: str, mesh: str) -> None:
     sizes = read(mesh)
-    stages = sizes.pop("pipe", 1)
+    replicas, stages = sizes.pop("data", 1), sizes.pop("pipe", 1)
     hidden = ROWS * DENSE.hidden_size
     # In each of as many ticks as there are stages, these go through their own layers.
     num_layers = stages * stages_of(CASES[name].model, stages).model.num_layers
-    expected = Counter({stages * math.prod(sizes.values()): 1})  # The embedding.
+    every = stages * math.prod(sizes.values())
+    expected = Counter({every: 1} if every > 1 else {})  # The embedding.
     for axes in (sizes.values(), [sizes.get("tensor", 1)]):
         if math.prod(axes) > 1:
             expected[math.prod(axes)] += num_layers
@@ -89,12 +90,21 @@ def test_parts_of_a_layer_end_in_one_sum_and_nothing_else_is_as_large(name: str,
     assert sums == expected
     assert num_moves == stages - 1
     # Candidates for log-probabilities, counts and cuts: neither weights, nor pages, nor logits.
-    assert max(size for _, size, *_ in found if size != hidden) < hidden < ROWS * DENSE.vocab_size
+    others = [size for _, size, *_ in found if size != hidden]
+    assert max(others, default=0) < hidden < ROWS * DENSE.vocab_size
+    # Replicas say nothing to each other at all: where they do, it is as many devices as there are replicas.
+    assert replicas not in {num_devices for _, _, num_devices, *_ in found} | set(sizes.values())
+    assert bool(found) == (every > 1)
 
 
 @pytest.mark.slow
 def test_requests_gave_way_to_others_in_a_pipeline() -> None:
     assert report("stages of experts")["tensor=2,expert=2,pipe=2"]["preemptions"] > 0
+
+
+@pytest.mark.slow
+def test_requests_gave_way_to_others_of_their_replica() -> None:
+    assert report("replicas of windows")["data=2,tensor=4"]["preemptions"] > 0
 
 
 @pytest.mark.slow

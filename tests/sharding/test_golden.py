@@ -36,7 +36,7 @@ def test_the_library_over_more_devices_than_experts_and_in_stages(
     # Equal to the dense model only if every slice of every expert is applied, with the right weight.
     model = shared_data / "models" / "stories260K_moe" / "split4_top4"
     asked = [(case["prompt_ids"], min(100, len(case["output_ids"]))) for case in cases]
-    meshes = ["tensor=4,expert=2", "expert=2,pipe=2"]
+    meshes = ["tensor=4,expert=2", "expert=2,pipe=2", "data=2"]
     process = subprocess.run(
         [sys.executable, "-m", "tests.sharding.golden", str(model), *meshes],
         cwd=REPOSITORY,

@@ -30,7 +30,7 @@ def test_a_mesh_is_read_in_any_order_and_axes_of_one_are_none() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("8", "mesh '8': expected auto, or tensor=N, expert=N and pipe=N, with commas"),
+        ("8", "mesh '8': expected auto, or tensor=N, expert=N, pipe=N and data=N, with commas"),
         ("tensor=0", "mesh 'tensor=0': expected"),
         ("rows=2", "mesh 'rows=2': expected"),
         ("tensor=2,tensor=4", "tensor is there twice"),
