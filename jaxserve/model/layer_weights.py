@@ -10,9 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxserve.model.layers import contract_indexed, linear, product_flat
+from jaxserve.model.layers import linear, product_flat, rounded_product
 from jaxserve.model.stacked import stacked_product
-from jaxserve.quantization.products import quantise_rows
 from jaxserve.quantization.stacked import StackedWeight
 from jaxserve.quantization.weight import QuantisedWeight
 from pallas_kernels.dispatch import Target
@@ -48,7 +47,7 @@ class LayerWeights:
             return (out if bias is None else out + bias[None]).astype(x.dtype)
         values = weight.values if isinstance(weight, QuantisedWeight) else weight
         if isinstance(weight, QuantisedWeight) and weight.format.row_bits and not isinstance(values, tuple):
-            out = self._indexed_product(x, weight)
+            out = rounded_product(x, weight, self.repetition, target=self.target)
         elif not isinstance(values, tuple):
             return linear(x, jax.tree.map(self._own, weight), bias)
         elif isinstance(self.repetition, int):
@@ -57,12 +56,6 @@ class LayerWeights:
         else:
             out = self._switched_product(x, weight, values)
         return (out if bias is None else out + bias[None]).astype(x.dtype)
-
-    def _indexed_product(self, x: jax.Array, weight: QuantisedWeight) -> jax.Array:
-        """By the layer's matrix, which the kernel finds in the stack."""
-        rows, scale_T = quantise_rows(x, weight.format.row_bits)
-        stack, scales = weight.values, weight.scales
-        return contract_indexed(rows, stack, self.repetition, scale_T, scales, target=self.target)
 
     def _switched_product(self, x: jax.Array, weight: Any, values: tuple[jax.Array, ...]) -> jax.Array:
         """By whichever matrix is the layer's, of `values`."""

@@ -13,7 +13,7 @@ from jaxserve.config import Activation, LayerKind
 from jaxserve.quantization.products import Reach, direct, quantised_product
 from jaxserve.quantization.weight import QuantisedWeight, dequantise
 from pallas_kernels.dispatch import Target
-from pallas_kernels.int8_matmul import int8_matmul, join_halves, split_halves
+from pallas_kernels.int8_matmul import int8_matmul, join_halves, rounded_int8_matmul, split_halves
 
 Weight = jax.Array | QuantisedWeight
 """A matrix `[*out, *in]`."""
@@ -69,6 +69,8 @@ def product_flat(
         target: the device, for which kernels are chosen.
     """
     if isinstance(weight, QuantisedWeight):
+        if weight.format.row_bits and reach is None:
+            return rounded_product(x, jax.tree.map(lambda array: array[None], weight), 0, target=target)
         integers = functools.partial(contract_integers_flat, target=target)
         return quantised_product(x, weight, contract_flat, integers, reach or direct(weight.values))
     return (reach or direct(weight))(lambda values, x: contract_flat(x, values), x)
@@ -106,23 +108,21 @@ def contract_integers_flat(
     x: jax.Array, weight: jax.Array, scale_T: jax.Array, scales: jax.Array, *, target: Target | None
 ) -> jax.Array:
     """As `contract_integers`, likewise."""
-    return contract_indexed(x, weight[None], 0, scale_T, scales[None], target=target)
+    rows, matrix, outputs = _flat(x, weight)
+    scales_1O = scales.reshape(1, -1)
+    return int8_matmul(rows, matrix[None], 0, scale_T, scales_1O, target=target).reshape(-1, *outputs)
 
 
-def contract_indexed(
-    x: jax.Array,
-    stack: jax.Array,
-    layer: jax.Array | int,
-    scale_T: jax.Array,
-    scales: jax.Array,
-    *,
-    target: Target | None,
+def rounded_product(
+    x: jax.Array, stack: QuantisedWeight, layer: jax.Array | int, *, target: Target | None
 ) -> jax.Array:
-    """As `contract_integers`, with one of a stack `[L, *out, *in]`; scales are `[L, *out]`."""
-    num_layers, outputs = stack.shape[0], scales.shape[1:]
-    matrices = stack.reshape(num_layers, math.prod(outputs), -1)
-    rows, scale_LO = x.reshape(x.shape[0], -1), scales.reshape(num_layers, -1)
-    return int8_matmul(rows, matrices, layer, scale_T, scale_LO, target=target).reshape(-1, *outputs)
+    """float32 `[T, *out]`: x `[T, *in]`, its rows rounded, times one of a stack `[L, *out, *in]`."""
+    num_layers, outputs = stack.scales.shape[0], stack.scales.shape[1:]
+    matrices_LOI = stack.values.reshape(num_layers, math.prod(outputs), -1)
+    rows_TI, scale_LO = x.reshape(x.shape[0], -1), stack.scales.reshape(num_layers, -1)
+    bits = stack.format.row_bits
+    out_TO = rounded_int8_matmul(rows_TI, matrices_LOI, layer, scale_LO, row_bits=bits, target=target)
+    return out_TO.reshape(-1, *outputs)
 
 
 def _flat(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array, tuple[int, ...]]:

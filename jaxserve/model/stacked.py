@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxserve.quantization.products import quantise_rows
 from jaxserve.quantization.stacked import StackedWeight
 from pallas_kernels.dispatch import Target
+from pallas_kernels.int8_matmul import quantise_rows
 from pallas_kernels.quantised_matmul import quantised_matmul
 
 

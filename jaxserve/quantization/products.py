@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from jaxserve.quantization.weight import SMALLEST_SCALE, QuantisedWeight, dequantise
+from jaxserve.quantization.weight import QuantisedWeight, dequantise
+from pallas_kernels.int8_matmul import quantise_rows
 
 Contract = Callable[[jax.Array, jax.Array], jax.Array]
 """x `[T, *in]` and a matrix `[*out, *in]` of one type to `[T, *out]`, in float32."""
@@ -65,16 +64,3 @@ def quantised_product(
     # Eight bits are exact in every type that x can have, so the scales can wait.
     unscaled = reach(lambda values, x: contract(x, values.astype(x.dtype)), x)
     return unscaled * weight.scales[None]
-
-
-def quantise_rows(x: jax.Array, bits: int = 8) -> tuple[jax.Array, jax.Array]:
-    """x `[T, *in]` rounded to integers, and each row's scale, float32 `[T]`.
-
-    They are int8, or int16 for more than 8 bits, of no more than leave room for the sum of a row's products
-    with int8 in 32 bits: of rows of 8,259 numbers and more not quite 12.
-    """
-    wide = x.astype(jnp.float32)
-    axes = tuple(range(1, x.ndim))
-    largest = min(2 ** (bits - 1) - 1, (2**31 - 1) // (128 * math.prod(x.shape[1:])))
-    scale = jnp.maximum(jnp.max(jnp.abs(wide), axis=axes, keepdims=True) / largest, SMALLEST_SCALE)
-    return jnp.round(wide / scale).astype(jnp.int8 if bits == 8 else jnp.int16), scale.reshape(-1)

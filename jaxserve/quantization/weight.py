@@ -11,13 +11,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.quantization.formats import FORMATS, WeightFormat
+from pallas_kernels.int8_matmul import SMALLEST_SCALE
 
 INT8_MAX = 127.0
 FP8_MAX = 448.0
 UINT4_MAX = 15
 INT4_MAX = 7
-SMALLEST_SCALE = 1e-30
-"""Of a channel of zeros, which any scale stores exactly. It is a normal number in bfloat16 too."""
 
 
 @flax.struct.dataclass

@@ -6,13 +6,17 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Implementation, Target, choose
-from pallas_kernels.int8_matmul.cpu import multiply_cpu
-from pallas_kernels.int8_matmul.reference import multiply_reference
+from pallas_kernels.int8_matmul.cpu import multiply_cpu, round_and_multiply_cpu
+from pallas_kernels.int8_matmul.reference import multiply_reference, round_and_multiply_reference
 from pallas_kernels.native import obstacle
 
 IMPLEMENTATIONS = (
     Implementation("cpu", "cpu", multiply_cpu, obstacle),
     Implementation("reference", None, multiply_reference),
+)
+ROUNDING_IMPLEMENTATIONS = (
+    Implementation("cpu", "cpu", round_and_multiply_cpu, obstacle),
+    Implementation("reference", None, round_and_multiply_reference),
 )
 
 
@@ -36,13 +40,37 @@ def int8_matmul(
 
     Raises ValueError at trace time on shapes that disagree.
     """
-    if x_TI.ndim != 2 or w_LOI.ndim != 3 or x_TI.shape[1] != w_LOI.shape[2]:
-        raise ValueError(f"rows {x_TI.shape} times matrices {w_LOI.shape}: the last axes must agree")
-    if scale_T.shape != x_TI.shape[:1] or scale_LO.shape != w_LOI.shape[:2]:
-        raise ValueError(
-            f"scales {scale_T.shape} and {scale_LO.shape} of rows {x_TI.shape} and matrices {w_LOI.shape}: "
-            "they must have one for each row and one for each output"
-        )
+    _check(x_TI, w_LOI, scale_LO)
+    if scale_T.shape != x_TI.shape[:1]:
+        raise ValueError(f"scales {scale_T.shape} of rows {x_TI.shape}: there must be one of each")
     target = target or Target()
     chosen, _ = choose("int8_matmul", IMPLEMENTATIONS, target, native=target.native)
     return chosen.run(x_TI, w_LOI, jnp.asarray(layer, jnp.int32), scale_T, scale_LO)
+
+
+def rounded_int8_matmul(
+    x_TI: jax.Array,
+    w_LOI: jax.Array,
+    layer: jax.Array | int,
+    scale_LO: jax.Array,
+    *,
+    row_bits: int,
+    target: Target | None = None,
+) -> jax.Array:
+    """float32 `[T, O]`: the same of rows in floating point, which `quantise_rows` rounds to 8 or 12 bits.
+
+    Raises ValueError at trace time on shapes that disagree.
+    """
+    _check(x_TI, w_LOI, scale_LO)
+    target = target or Target()
+    chosen, _ = choose("int8_matmul", ROUNDING_IMPLEMENTATIONS, target, native=target.native)
+    return chosen.run(x_TI, w_LOI, jnp.asarray(layer, jnp.int32), scale_LO, row_bits=row_bits)
+
+
+def _check(x_TI: jax.Array, w_LOI: jax.Array, scale_LO: jax.Array) -> None:
+    if x_TI.ndim != 2 or w_LOI.ndim != 3 or x_TI.shape[1] != w_LOI.shape[2]:
+        raise ValueError(f"rows {x_TI.shape} times matrices {w_LOI.shape}: the last axes must agree")
+    if scale_LO.shape != w_LOI.shape[:2]:
+        raise ValueError(
+            f"scales {scale_LO.shape} of matrices {w_LOI.shape}: there must be one of each output"
+        )

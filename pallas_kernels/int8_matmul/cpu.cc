@@ -2,6 +2,7 @@
 // product, read at the speed of memory for few rows and multiplied 16 at a time for many.
 
 #include <cstdint>
+#include <cstring>
 #include <vector>
 
 #include "int8_matmul/scaled.h"
@@ -157,38 +158,50 @@ void Column(const int16_t* x, const int8_t* w, int64_t rows, int64_t n, Scaled o
   }
 }
 
-}  // namespace
+// Rows of floats, rounded: to values of up to `largest`, and their scales.
+template <typename T>
+void Round(XLA_FFI_CallFrame* frame, const float* x, int64_t rows, int64_t n, int32_t largest, T* values,
+           float* scales) {
+  constexpr float kSmallestScale = 1e-30f;
+  const float step = 1.0f / static_cast<float>(largest);
+  const auto round = [=](int64_t row) {
+    const float* numbers = x + row * n;
+    int32_t highest = 0;  // Bits of numbers without a sign are in their order.
+    for (int64_t i = 0; i < n; ++i) {
+      int32_t bits;
+      std::memcpy(&bits, numbers + i, sizeof bits);
+      highest = std::max(highest, bits & 0x7fffffff);
+    }
+    float peak;
+    std::memcpy(&peak, &highest, sizeof peak);
+    scales[row] = std::max(peak * step, kSmallestScale);
+    const float inverse = 1.0f / scales[row];
+    for (int64_t i = 0; i < n; ++i)
+      values[row * n + i] = static_cast<T>(static_cast<int32_t>(__builtin_nearbyintf(numbers[i] * inverse)));
+  };
+  if (rows > kBlock)
+    jaxserve::ParallelFor(frame, rows, round);
+  else
+    for (int64_t row = 0; row < rows; ++row) round(row);
+}
 
-// x [rows, n] int8 or int16, w [layers, outputs, n] int8, layer int32, x_scale [rows], w_scale [layers, outputs]
-// -> [rows, outputs] float32.
-extern "C" XLA_FFI_Error* JaxserveInt8Matmul(XLA_FFI_CallFrame* frame) {
-  if (jaxserve::AnswersMetadata(frame)) return nullptr;
-  if (frame->args.size != 5) return jaxserve::Fail(frame, "five operands");
-  const auto &x = jaxserve::Operand(frame, 0), &w = jaxserve::Operand(frame, 1);
-  const bool wide_rows = x.dtype == XLA_FFI_DataType_S16;
-  if ((x.dtype != XLA_FFI_DataType_S8 && !wide_rows) || w.dtype != XLA_FFI_DataType_S8 || x.rank != 2 || w.rank != 3 ||
-      x.dims[1] != w.dims[2])
-    return jaxserve::Fail(frame, "operands must be int8 or int16 [rows, n] and int8 [layers, outputs, n]");
-  const int64_t rows = x.dims[0], outputs = w.dims[1], n = x.dims[1];
-  const int64_t layer = *jaxserve::Data<const int32_t>(jaxserve::Operand(frame, 2));
-  if (layer < 0 || layer >= w.dims[0]) return jaxserve::Fail(frame, "there is no such layer");
-  const auto* weights = jaxserve::Data<const int8_t>(w) + layer * outputs * n;
-  const Scaled all{jaxserve::Data<const float>(jaxserve::Operand(frame, 3)),
-                   jaxserve::Data<const float>(jaxserve::Operand(frame, 4)) + layer * outputs,
-                   jaxserve::Data<float>(jaxserve::Result(frame)), outputs};
+// x [rows, n] of int8 or int16, times weights [outputs, n].
+template <typename T>
+void MultiplyAll(XLA_FFI_CallFrame* frame, const T* x, int64_t rows, const int8_t* weights, int64_t outputs,
+                 int64_t n, const Scaled& all) {
   int64_t first = 0;  // Output that is left to do.
 #if JAXSERVE_AMX
   if (rows > kRows && jaxserve::amx::Allowed()) {  // Fewer rows are as fast by vectors, or faster.
-    first = wide_rows ? jaxserve::amx::MultiplyAll(frame, jaxserve::Data<const int16_t>(x), rows, weights, outputs, n, all)
-                      : jaxserve::amx::MultiplyAll(frame, jaxserve::Data<const int8_t>(x), rows, weights, outputs, n, all);
-    if (first == outputs) return nullptr;
+    first = jaxserve::amx::MultiplyAll(frame, x, rows, weights, outputs, n, all);
+    if (first == outputs) return;
   }
 #endif
   std::vector<int16_t> copy;
-  const auto* wide = jaxserve::Data<const int16_t>(x);
-  if (!wide_rows) {
-    const auto* values = jaxserve::Data<const int8_t>(x);
-    copy.assign(values, values + rows * n);
+  const int16_t* wide;
+  if constexpr (sizeof(T) == 2) {
+    wide = x;
+  } else {
+    copy.assign(x, x + rows * n);
     wide = copy.data();
   }
   jaxserve::ParallelFor(frame, (outputs - first + kChunk - 1) / kChunk, [&](int64_t chunk) {
@@ -202,5 +215,49 @@ extern "C" XLA_FFI_Error* JaxserveInt8Matmul(XLA_FFI_CallFrame* frame) {
       for (; o < end; ++o) Column<1>(block, weights + o * n, count, n, all.From(row, o));
     }
   });
+}
+
+template <typename T>
+void RoundAndMultiply(XLA_FFI_CallFrame* frame, const float* x, int64_t rows, const int8_t* weights, int64_t outputs,
+                      int64_t n, int32_t largest, Scaled all) {
+  auto* values = jaxserve::Data<T>(jaxserve::Result(frame, 1));
+  auto* scales = jaxserve::Data<float>(jaxserve::Result(frame, 2));
+  Round(frame, x, rows, n, largest, values, scales);
+  all.x_scale = scales;
+  MultiplyAll<T>(frame, values, rows, weights, outputs, n, all);
+}
+
+}  // namespace
+
+// x [rows, n] int8 or int16, w [layers, outputs, n] int8, layer int32, x_scale [rows], w_scale [layers, outputs]
+// -> [rows, outputs] float32. Or x in float32, and in place of its scales int32 [the largest integer]: then it is
+// rounded into the second result, [rows, n] int8 or int16, and its scales are the third.
+extern "C" XLA_FFI_Error* JaxserveInt8Matmul(XLA_FFI_CallFrame* frame) {
+  using jaxserve::Data, jaxserve::Operand;
+  if (jaxserve::AnswersMetadata(frame)) return nullptr;
+  if (frame->args.size != 5) return jaxserve::Fail(frame, "five operands");
+  const auto &x = Operand(frame, 0), &w = Operand(frame, 1), &given = Operand(frame, 3);
+  if (w.dtype != XLA_FFI_DataType_S8 || x.rank != 2 || w.rank != 3 || x.dims[1] != w.dims[2])
+    return jaxserve::Fail(frame, "operands must be [rows, n] and int8 [layers, outputs, n]");
+  const int64_t rows = x.dims[0], outputs = w.dims[1], n = x.dims[1];
+  const int64_t layer = *Data<const int32_t>(Operand(frame, 2));
+  if (layer < 0 || layer >= w.dims[0]) return jaxserve::Fail(frame, "there is no such layer");
+  const auto* weights = Data<const int8_t>(w) + layer * outputs * n;
+  Scaled all{nullptr, Data<const float>(Operand(frame, 4)) + layer * outputs,
+             Data<float>(jaxserve::Result(frame)), outputs};
+  if (x.dtype == XLA_FFI_DataType_F32) {
+    if (frame->rets.size != 3) return jaxserve::Fail(frame, "three results");
+    const bool narrow = jaxserve::Result(frame, 1).dtype == XLA_FFI_DataType_S8;
+    const auto run = narrow ? RoundAndMultiply<int8_t> : RoundAndMultiply<int16_t>;
+    run(frame, Data<const float>(x), rows, weights, outputs, n, *Data<const int32_t>(given), all);
+    return nullptr;
+  }
+  all.x_scale = Data<const float>(given);
+  if (x.dtype == XLA_FFI_DataType_S8)
+    MultiplyAll(frame, Data<const int8_t>(x), rows, weights, outputs, n, all);
+  else if (x.dtype == XLA_FFI_DataType_S16)
+    MultiplyAll(frame, Data<const int16_t>(x), rows, weights, outputs, n, all);
+  else
+    return jaxserve::Fail(frame, "rows must be int8, int16 or float32");
   return nullptr;
 }

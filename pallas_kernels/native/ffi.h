@@ -38,8 +38,8 @@ inline const XLA_FFI_Buffer& Operand(const XLA_FFI_CallFrame* frame, int64_t ind
   return *static_cast<const XLA_FFI_Buffer*>(frame->args.args[index]);
 }
 
-inline const XLA_FFI_Buffer& Result(const XLA_FFI_CallFrame* frame) {
-  return *static_cast<const XLA_FFI_Buffer*>(frame->rets.rets[0]);
+inline const XLA_FFI_Buffer& Result(const XLA_FFI_CallFrame* frame, int64_t index = 0) {
+  return *static_cast<const XLA_FFI_Buffer*>(frame->rets.rets[index]);
 }
 
 template <typename T>

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.dispatch import Target
-from pallas_kernels.int8_matmul import int8_matmul
+from pallas_kernels.int8_matmul import int8_matmul, quantise_rows, rounded_int8_matmul
 
 SHAPES = [
     (1, 16, 48),
@@ -56,22 +56,46 @@ def test_sums_are_exact_and_scaled(
     np.testing.assert_array_equal(multiply(x, stack, layer, scale_x, scales), expected)
 
 
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("bits", [8, 12])
+def test_rows_are_rounded_to_the_same_numbers(
+    shape: tuple[int, int, int], bits: int, native_kernels: None
+) -> None:
+    num_rows, num_inputs, num_outputs = shape
+    random = np.random.default_rng(num_rows)
+    x = random.normal(0, 10.0 ** random.integers(-6, 6, (num_rows, 1)), (num_rows, num_inputs))
+    x = x.astype(np.float32)
+    x[-1] = 0.0
+    x[0, 0] = -3e4
+    stack = random.integers(-127, 128, (2, num_outputs, num_inputs)).astype(np.int8)
+    scales = random.random((2, num_outputs), np.float32)
+    rows, scale = jax.jit(functools.partial(quantise_rows, bits=bits))(x)
+    sums = np.asarray(rows, np.int32) @ stack[1].astype(np.int32).T
+    expected = sums.astype(np.float32) * (np.asarray(scale)[:, None] * scales[1])
+    for native in (False, True):
+        multiply = jax.jit(
+            functools.partial(rounded_int8_matmul, row_bits=bits, target=Target(native=native))
+        )
+        np.testing.assert_array_equal(multiply(x, stack, 1, scales), expected)
+
+
 def test_shapes_that_disagree_are_named() -> None:
     rows, stack = jnp.zeros((2, 3), jnp.int8), jnp.zeros((6, 4, 3), jnp.int8)
     with pytest.raises(ValueError, match=r"rows \(2, 3\) times matrices \(6, 4, 5\)"):
         int8_matmul(rows, jnp.zeros((6, 4, 5), jnp.int8), 0, jnp.ones(2), jnp.ones((6, 4)))
-    with pytest.raises(
-        ValueError, match=r"scales \(2,\) and \(6, 5\) of rows \(2, 3\) and matrices \(6, 4, 3\)"
-    ):
+    with pytest.raises(ValueError, match=r"scales \(6, 5\) of matrices \(6, 4, 3\)"):
         int8_matmul(rows, stack, 0, jnp.ones(2), jnp.ones((6, 5)))
+    with pytest.raises(ValueError, match=r"scales \(3,\) of rows \(2, 3\)"):
+        int8_matmul(rows, stack, 0, jnp.ones(3), jnp.ones((6, 4)))
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the ways to multiply differ on x86 alone")
 @pytest.mark.parametrize("without", ["-mno-amx-int8", "-mno-avx512f"])
 def test_sums_are_exact_on_lesser_processors(without: str, native_kernels: None) -> None:
-    command = [sys.executable, "-m", "pytest", __file__, "-k", "sums_are_exact_and_scaled and cpu"]
+    chosen = "(exact_and_scaled and cpu) or rounded"
+    command = [sys.executable, "-m", "pytest", __file__, "-k", chosen]
     done = subprocess.run(
         command, env=os.environ | {"CXXFLAGS": without}, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout
-    assert f"{2 * len(SHAPES)} passed" in done.stdout, done.stdout
+    assert f"{4 * len(SHAPES)} passed" in done.stdout, done.stdout

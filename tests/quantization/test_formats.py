@@ -21,8 +21,8 @@ from jaxserve.quantization import (
     recipe_named,
     recipe_of_label,
 )
-from jaxserve.quantization.products import quantise_rows
 from jaxserve.quantization.weight import QuantisedWeight, blank, dequantise, quantise
+from pallas_kernels.int8_matmul import quantise_rows
 from tests.quantization.oracle import stored_numbers
 
 NAMES = list(FORMATS)
