@@ -14,7 +14,8 @@ from jaxserve.plan import EngineLimits
 from jaxserve.run_manifest import RunManifest
 from jaxserve.scheduling import DEFAULT_POLICY, CacheIdentity, SchedulerPolicy
 from jaxserve.text import Tokenizer
-from tests.fake_engine import FakeEngine, make_limits
+from tests.fake_engine import FakeEngine
+from tests.fake_limits import make_limits
 
 BOS, EOS = 0, 1
 CACHE = CacheIdentity(model="fake", kv_format="int8")

@@ -9,7 +9,8 @@ import pytest
 from jaxserve.loop import HostLoop
 from jaxserve.plan import PageGrant, SamplingParams, SequencePlan, SlotLoad, StepPlan
 from jaxserve.scheduling import PagePool, PageTable
-from tests.fake_engine import FakeEngine, FakeEngineError, make_limits
+from tests.fake_engine import FakeEngine, FakeEngineError
+from tests.fake_limits import make_limits
 from tests.policies import UNFORESEEN
 
 LIMITS = make_limits(num_slots=4, num_pages=(30,))

@@ -15,7 +15,8 @@ from jaxserve.outputs import RequestOutput
 from jaxserve.plan import SamplingParams, SlotLoad, StepHandle, StepPlan, StepResult
 from jaxserve.speculation import Speculation
 from tests.drafters import foreseeing
-from tests.fake_engine import FakeEngine, make_limits
+from tests.fake_engine import FakeEngine
+from tests.fake_limits import make_limits
 from tests.fake_sequence import expected_answer
 
 LIMITS = make_limits()

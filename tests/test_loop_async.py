@@ -17,7 +17,8 @@ from jaxserve.loop import HostLoop, LoopStoppedError
 from jaxserve.outputs import AnswerDelta, RequestOutput
 from jaxserve.plan import Grammar, SamplingParams, StepHandle, StepResult
 from jaxserve.structured import CheckLostError
-from tests.fake_engine import FakeEngine, make_limits
+from tests.fake_engine import FakeEngine
+from tests.fake_limits import make_limits
 from tests.fake_sequence import expected_answer
 
 LIMITS = make_limits()

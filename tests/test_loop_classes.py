@@ -7,7 +7,8 @@ import pytest
 from jaxserve.loop import HostLoop
 from jaxserve.plan import SamplingParams
 from jaxserve.scheduling import ServiceTerms
-from tests.fake_engine import FakeEngine, make_limits
+from tests.fake_engine import FakeEngine
+from tests.fake_limits import make_limits
 from tests.fake_sequence import expected_answer
 
 LIMITS = make_limits(num_slots=4)

@@ -13,7 +13,7 @@ from jaxserve.plan import SamplingParams
 from jaxserve.scheduling import CacheIdentity
 from jaxserve.speculation import Speculation
 from tests.drafters import foreseeing
-from tests.fake_engine import make_limits
+from tests.fake_limits import make_limits
 from tests.fake_replicas import fake_engine
 from tests.fake_sequence import expected_answer, logprob
 from tests.policies import UNFORESEEN

@@ -8,7 +8,7 @@ from jaxserve.plan import SamplingParams, StepHandle, StepResult
 from jaxserve.scheduling import CacheIdentity
 from jaxserve.speculation import EngineDrafter, Speculation
 from tests.fake_draft_model import FakeDraftingEngine
-from tests.fake_engine import make_limits
+from tests.fake_limits import make_limits
 from tests.fake_sequence import expected_answer
 
 LIMITS = make_limits(num_slots=4, max_model_len=512, num_pages=(600,), max_drafts=4)

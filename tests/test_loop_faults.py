@@ -10,7 +10,8 @@ from jaxserve.loop import HostLoop
 from jaxserve.outputs import RequestOutput
 from jaxserve.plan import SamplingParams
 from jaxserve.scheduling import AdmissionGate, CacheIdentity, OverloadError, SchedulerPolicy, ServiceTerms
-from tests.fake_engine import FakeEngine, make_limits
+from tests.fake_engine import FakeEngine
+from tests.fake_limits import make_limits
 from tests.fake_sequence import expected_answer
 
 LIMITS = make_limits(num_slots=4, num_pages=(30,))

@@ -12,7 +12,8 @@ from jaxserve.outputs import RequestOutput
 from jaxserve.plan import Grammar, SamplingParams
 from jaxserve.speculation import Drafter, Speculation
 from tests.drafters import foreseeing
-from tests.fake_engine import FakeEngine, make_limits
+from tests.fake_engine import FakeEngine
+from tests.fake_limits import make_limits
 from tests.fake_sequence import FakeSequence, expected_answer, sample
 from tests.remainder_grammars import RemainderGrammars, gated
 

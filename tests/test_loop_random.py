@@ -21,7 +21,8 @@ from jaxserve.scheduling.page_swap import PageSwap
 from jaxserve.speculation import EngineDrafter, Speculation
 from tests.drafters import foreseeing
 from tests.fake_draft_model import FakeDraftingEngine
-from tests.fake_engine import FakeEngine, make_limits
+from tests.fake_engine import FakeEngine
+from tests.fake_limits import make_limits
 from tests.fake_replicas import fake_engine
 from tests.fake_sequence import expected_answer
 from tests.policies import UNFORESEEN

@@ -8,7 +8,8 @@ from jaxserve.loop import HostLoop
 from jaxserve.plan import SamplingParams
 from jaxserve.scheduling import CacheScope, ServiceTerms
 from jaxserve.speculation import NgramDrafter, Speculation
-from tests.fake_engine import FakeEngine, make_limits
+from tests.fake_engine import FakeEngine
+from tests.fake_limits import make_limits
 from tests.fake_sequence import expected_answer
 
 LIMITS = make_limits(num_slots=4, max_model_len=512, num_pages=(600,), max_drafts=4)

@@ -11,7 +11,8 @@ from jaxserve.outputs import RequestOutput
 from jaxserve.plan import EngineLimits, SamplingParams, StepHandle, StepPlan, StepResult
 from jaxserve.speculation import Drafter, Speculation
 from tests.drafters import foreseeing
-from tests.fake_engine import FakeEngine, make_limits
+from tests.fake_engine import FakeEngine
+from tests.fake_limits import make_limits
 from tests.fake_sequence import expected_answer
 
 LIMITS = make_limits(num_slots=4, max_model_len=512, num_pages=(600,), max_drafts=4)

@@ -11,7 +11,8 @@ from jaxserve.scheduling.offload import Offload
 from jaxserve.scheduling.offload_cost import Rate, TransferRates
 from jaxserve.scheduling.offload_tier import HostMemoryTier
 from jaxserve.scheduling.page_swap import PageSwap
-from tests.fake_engine import FakeEngine, make_limits
+from tests.fake_engine import FakeEngine
+from tests.fake_limits import make_limits
 from tests.fake_sequence import expected_answer
 from tests.policies import UNFORESEEN
 

@@ -51,18 +51,17 @@ def quantised(
         compute_format: of what the recipe leaves alone.
     """
     infos, other = dict(model_parameters(model)), jnp.dtype(compute_format)
-    for name, array in named:
+
+    def convert(name: str, array: Any) -> Any:
         info = infos[name]
-        format = None if info.full_precision else recipe.format_of(name)
-        if format is not None:
-            convert = functools.partial(quantise, format=format, num_input_axes=info.num_input_axes)
-        else:
-            convert = functools.partial(_astype, dtype=None if info.full_precision else other)
-        yield name, jax.eval_shape(convert, array) if is_elsewhere(array) else convert(array)
+        if info.full_precision:
+            return array
+        format = recipe.format_of(name)
+        return quantise(array, format, info.num_input_axes) if format else array.astype(other)
 
-
-def _astype(array: np.ndarray | jax.Array, *, dtype: Any) -> np.ndarray | jax.Array:
-    return array if dtype is None else array.astype(dtype)
+    for name, array in named:
+        run = functools.partial(convert, name)
+        yield name, jax.eval_shape(run, array) if is_elsewhere(array) else run(array)
 
 
 def as_weights(
@@ -176,9 +175,9 @@ def _tree(
     """
     tree: dict[str, Any] = {}
     layers = _Layers(model, layer_loop, mesh, memory, of_stages=num_shards("stages", mesh) > 1)
+    keep = jnp.asarray if memory is None else memory.keep
     for full_name, array in named:
         if not full_name.startswith("layers."):
-            keep = jnp.asarray if memory is None else memory.keep
             tree[full_name] = jax.block_until_ready(jax.tree.map(keep, array))
             continue
         _, layer, name = full_name.split(".")

@@ -30,6 +30,8 @@ ATTENTION = "JaxserveRaggedPagedAttention"
 
 _libraries: list[ctypes.CDLL] = []
 """The one that has been loaded: what is registered must stay."""
+_failures: dict[Path, str] = {}
+"""Why those that could not be built were not; nobody waits for the compiler again."""
 
 
 def load(folder: Path) -> str | None:
@@ -45,8 +47,10 @@ def load(folder: Path) -> str | None:
     if compiler is None:
         return f"there is no C++ compiler ({', '.join(_COMPILERS)})"
     library = folder / f"{_key(compiler)}.so"
-    if not library.exists() and (failure := _build(compiler, library)):
-        return failure
+    if not library.exists() and library not in _failures and (failure := _build(compiler, library)):
+        _failures[library] = failure
+    if library in _failures:
+        return _failures[library]
     try:
         loaded = ctypes.CDLL(str(library))
     except OSError as error:

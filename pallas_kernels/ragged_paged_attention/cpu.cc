@@ -18,7 +18,6 @@ namespace {
 
 constexpr int64_t kLanes = 128;
 constexpr int64_t kTokens = 16;   // of a block; pages are a multiple
-constexpr int64_t kAhead = 2;     // blocks, after which memory is asked for
 constexpr int64_t kQueries = 48;  // that share a block, rows times queries of a KV head, where that is more than one row
 constexpr int64_t kManyPieces = 32;  // of which threads make even shares
 constexpr float kMasked = -std::numeric_limits<float>::infinity();
@@ -170,28 +169,6 @@ Block FindBlock(const Problem& p, const Piece& piece, int64_t first, int64_t low
           std::min(kTokens, high - first), scales, scales + p.page_size};
 }
 
-// The memory of a block that comes later, asked for line by line while this one is computed.
-struct Ahead {
-  const char* first = nullptr;
-  int64_t plane_bytes = 1, stride = 0, num_lines = 0;
-
-  // Of the position that is kAhead blocks further on, if the piece reads so far.
-  Ahead(const Problem& p, const Piece& piece, int64_t position) {
-    position += kAhead * kTokens;
-    if (position >= End(piece)) return;
-    const Block later = FindBlock(p, piece, position, 0, position);
-    const int64_t size = p.format == kFloat32 ? 4 : p.format == kBfloat16 ? 2 : 1;
-    first = static_cast<const char*>(p.pool) + (later.head + later.token) * kLanes * size;
-    plane_bytes = kTokens * kLanes * size;
-    stride = p.page_size * kLanes * size;
-    num_lines = p.planes * plane_bytes / 64;
-  }
-
-  void Fetch(int64_t line) const {
-    if (line < num_lines) __builtin_prefetch(first + line * 64 / plane_bytes * stride + line * 64 % plane_bytes);
-  }
-};
-
 // The keys of a block, transposed to [depth][kTokens], and its values [kTokens][depth]; zeros for positions that
 // nobody may read, where a page may hold anything, NaN included.
 template <typename T, bool kWhole>
@@ -290,12 +267,10 @@ void Weigh(const Problem& p, Sums& sums, int64_t query, int64_t from, int64_t to
 
 // Takes a block into the sums of N neighbouring queries, which share its numbers in registers.
 template <int N>
-void Reduce(const Problem& p, const Piece& piece, const Buffers& b, Sums& sums, const Ahead& ahead, int64_t query,
-            int64_t first) {
+void Reduce(const Problem& p, const Piece& piece, const Buffers& b, Sums& sums, int64_t query, int64_t first) {
   const int64_t depth = p.depth();
   Vector scores[N][kVectors] = {};
   for (int64_t d = 0; d < depth; ++d) {
-    if (query == 0) ahead.Fetch(d);
     for (int n = 0; n < N; ++n)
       for (int64_t i = 0; i < kVectors; ++i)
         scores[n][i] += b.queries[(query + n) * depth + d] * Load(b.keys.data() + d * kTokens + i * kWidth);
@@ -317,8 +292,6 @@ void Reduce(const Problem& p, const Piece& piece, const Buffers& b, Sums& sums, 
       high[n] = Load(sums.out.data() + (query + n) * depth + d + kWidth);
     }
     for (int64_t t = 0; t < kTokens; ++t) {
-      if (query == 0)
-        for (int64_t i = 0; i < kWidth / 8; ++i) ahead.Fetch(depth + (d / (2 * kWidth) * kTokens + t) * kWidth / 8 + i);
       const float* values = b.values.data() + t * depth + d;
       for (int n = 0; n < N; ++n) {
         low[n] += weights[n][t] * Load(values);
@@ -333,11 +306,11 @@ void Reduce(const Problem& p, const Piece& piece, const Buffers& b, Sums& sums, 
 }
 
 template <int N = kTogether>
-void ReduceAll(const Problem& p, const Piece& piece, const Buffers& b, Sums& sums, const Ahead& ahead,
-               int64_t num_queries, int64_t query, int64_t first) {
-  for (; query + N <= num_queries; query += N) Reduce<N>(p, piece, b, sums, ahead, query, first);
+void ReduceAll(const Problem& p, const Piece& piece, const Buffers& b, Sums& sums, int64_t num_queries,
+               int64_t query, int64_t first) {
+  for (; query + N <= num_queries; query += N) Reduce<N>(p, piece, b, sums, query, first);
   if constexpr (N > 1)
-    if (query < num_queries) ReduceAll<N - 1>(p, piece, b, sums, ahead, num_queries, query, first);
+    if (query < num_queries) ReduceAll<N - 1>(p, piece, b, sums, num_queries, query, first);
 }
 
 // Where a query's numbers lie, of q and of the result.
@@ -356,7 +329,7 @@ void Attend(const Problem& p, const Piece& piece, int64_t low, int64_t from, int
       ReadBlock<uint16_t>(p, block, b.keys.data(), b.values.data());
     else
       ReadBlock<int8_t>(p, block, b.keys.data(), b.values.data());
-    ReduceAll(p, piece, b, sums, Ahead(p, piece, first), sums.peak.size(), 0, first);
+    ReduceAll(p, piece, b, sums, sums.peak.size(), 0, first);
   }
 }
 

@@ -27,7 +27,7 @@ from jaxserve.planning import (
 from jaxserve.planning.policies import contender, find_contender
 from jaxserve.planning.virtual_engine import END_TOKEN
 from jaxserve.scheduling.classes import DEFAULT_CLASSES, PriorityClass, SchedulerPolicy
-from tests.fake_engine import make_limits
+from tests.fake_limits import make_limits
 
 TARGETS = {one.name: Target(ttft=one.ttft_target, tpot=one.tpot_target) for one in DEFAULT_CLASSES}
 

@@ -14,7 +14,7 @@ from jaxserve.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from jaxserve.planning import Simulation, Target, Trace, TraceRequest, summarise, table, write_trace
 from jaxserve.planning.plots import draw_timelines
 from jaxserve.planning.records import COMPLETED, Records, Timeline
-from tests.fake_engine import make_limits
+from tests.fake_limits import make_limits
 
 
 def output(arrival: float, scheduled: float, first: float, end: float, num_tokens: int) -> RequestOutput:

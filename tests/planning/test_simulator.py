@@ -28,7 +28,7 @@ from jaxserve.planning import (
 )
 from jaxserve.planning.records import COMPLETED, OPEN
 from jaxserve.planning.virtual_engine import END_TOKEN
-from tests.fake_engine import make_limits
+from tests.fake_limits import make_limits
 
 SERVICE = 0.01
 """Seconds that the single server takes for a request."""

@@ -21,7 +21,7 @@ from jaxserve.planning import (
 )
 from jaxserve.planning.prompts import ANSWER_TOKEN
 from jaxserve.planning.virtual_engine import END_TOKEN, answer_seed
-from tests.fake_engine import make_limits
+from tests.fake_limits import make_limits
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=100)
 

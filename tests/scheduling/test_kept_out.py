@@ -10,7 +10,8 @@ from jaxserve.loop import HostLoop
 from jaxserve.plan import SamplingParams, StepHandle, StepResult
 from jaxserve.scheduling import CacheIdentity, Scheduler, SchedulerPolicy
 from jaxserve.scheduling.classes import PriorityClass
-from tests.fake_engine import FakeEngine, make_limits
+from tests.fake_engine import FakeEngine
+from tests.fake_limits import make_limits
 from tests.policies import UNFORESEEN
 
 ENDLESS = SamplingParams(max_tokens=40, ignore_eos=True)

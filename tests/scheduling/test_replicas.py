@@ -9,7 +9,7 @@ from jaxserve.plan import SamplingParams
 from jaxserve.scheduling import CacheIdentity, CacheScope, Scheduler
 from jaxserve.scheduling.classes import SchedulerPolicy
 from jaxserve.scheduling.kv_events import PagesRemoved, PagesStored
-from tests.fake_engine import make_limits
+from tests.fake_limits import make_limits
 from tests.fake_replicas import FakeReplicas
 from tests.scheduling.test_scheduler import complete, submit
 

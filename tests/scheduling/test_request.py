@@ -8,7 +8,7 @@ import pytest
 
 from jaxserve.plan import SamplingParams
 from jaxserve.scheduling import Request, RequestState, Scheduler
-from tests.fake_engine import make_limits
+from tests.fake_limits import make_limits
 
 STATES = list(RequestState)
 LEGAL = {

@@ -9,7 +9,7 @@ import pytest
 
 from jaxserve.plan import SamplingParams, SlotLoad
 from jaxserve.scheduling import Request, RequestState, ScheduledStep, Scheduler, ScoredRows, Submission
-from tests.fake_engine import make_limits
+from tests.fake_limits import make_limits
 from tests.policies import UNFORESEEN
 
 LONG = SamplingParams(max_tokens=60, ignore_eos=True)

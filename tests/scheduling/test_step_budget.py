@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxserve.scheduling.step_budget import StepTimes, TokenBudget
-from tests.fake_engine import make_limits
+from tests.fake_limits import make_limits
 
 LIMITS = make_limits(num_slots=32, chunk_rows=(64, 256, 1024))
 

@@ -13,7 +13,8 @@ from jaxserve.async_engine import Engine
 from jaxserve.loop import HostLoop
 from jaxserve.plan import Grammar, SamplingParams, pack_token_ids
 from server.core import Service
-from tests.fake_engine import FakeEngine, make_limits
+from tests.fake_engine import FakeEngine
+from tests.fake_limits import make_limits
 from tests.fake_model import byte_tokenizer
 from tests.server.harness import IDENTITY
 

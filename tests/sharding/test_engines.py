@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import functools
-import json
 import math
-import os
-import subprocess
-import sys
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from jaxserve.model.stages import stages_of
-from tests.sharding.eight import EIGHT_DEVICES, NOT_OPTIMISED
+from tests.sharding.eight import report_of
 from tests.sharding.engines import CASES, DENSE, ROWS
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 SURE = 1e-3
 """A lead of the likeliest token that rounding in float32 does not take away."""
 NEAR = 0.04
@@ -30,17 +24,7 @@ PAIRS = [(name, mesh) for name, case in CASES.items() for mesh in case.meshes]
 @functools.cache
 def report(name: str) -> dict[str, Any]:
     """What `tests.sharding.engines` says of one case."""
-    process = subprocess.run(
-        [sys.executable, "-m", "tests.sharding.engines", name],
-        cwd=REPOSITORY,
-        env=os.environ | EIGHT_DEVICES | NOT_OPTIMISED,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert process.returncode == 0, process.stderr[-4000:]
-    return json.loads(process.stdout)[name]
+    return report_of("tests.sharding.engines", name)[name]
 
 
 def read(mesh: str) -> dict[str, int]:

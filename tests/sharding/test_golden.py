@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import pytest
 
 from server.proto.jaxserve.v1 import engine_pb2 as pb
 from server.proto.jaxserve.v1 import engine_pb2_grpc
-from tests.sharding.eight import EIGHT_DEVICES, NOT_OPTIMISED
+from tests.sharding.eight import EIGHT_DEVICES, report_of
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -37,19 +36,9 @@ def test_the_library_over_more_devices_than_experts_and_in_stages(
     model = shared_data / "models" / "stories260K_moe" / "split4_top4"
     asked = [(case["prompt_ids"], min(100, len(case["output_ids"]))) for case in cases]
     meshes = ["tensor=4,expert=2", "expert=2,pipe=2", "data=2"]
-    process = subprocess.run(
-        [sys.executable, "-m", "tests.sharding.golden", str(model), *meshes],
-        cwd=REPOSITORY,
-        env=os.environ | EIGHT_DEVICES | NOT_OPTIMISED,
-        input=json.dumps(asked),
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert process.returncode == 0, process.stderr[-4000:]
+    report = report_of("tests.sharding.golden", str(model), *meshes, given=json.dumps(asked))
     expected = [case["output_ids"][:length] for case, (_, length) in zip(cases, asked, strict=True)]
-    assert json.loads(process.stdout) == dict.fromkeys(meshes, expected)
+    assert report == dict.fromkeys(meshes, expected)
 
 
 @pytest.mark.slow

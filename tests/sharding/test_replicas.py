@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,26 +13,14 @@ from jaxserve.engine.options import EngineOptions
 from jaxserve.plan import PageGrant, SequencePlan, StepPlan, StepShape
 from jaxserve.replica_plans import split_plan
 from sharding import parse_mesh
-from tests.sharding.eight import EIGHT_DEVICES, NOT_OPTIMISED
+from tests.sharding.eight import report_of
 from tests.sharding.replicas import ONLY
 from tests.sharding.test_mesh import DENSE
-
-REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.slow
 def test_drafts_iterations_samples_and_masks_are_as_on_one_device() -> None:
-    process = subprocess.run(
-        [sys.executable, "-m", "tests.sharding.replicas", "data=2"],
-        cwd=REPOSITORY,
-        env=os.environ | EIGHT_DEVICES | NOT_OPTIMISED,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert process.returncode == 0, process.stderr[-4000:]
-    report = json.loads(process.stdout)
+    report = report_of("tests.sharding.replicas", "data=2")
     alone, spread = report["alone"], report["data=2"]
     assert spread["masked"] == alone["masked"] == list(ONLY)
     assert spread["plain"] == alone["plain"]
