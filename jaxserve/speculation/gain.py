@@ -83,12 +83,12 @@ class StepSeconds:
 
     def predict(self, kind: StepKind) -> float:
         """Seconds of a step; of a kind not seen yet between what the next smaller and larger ones take, or
-        as little as can be, so that it is tried."""
-        mean = self._means.get(kind, self._hints.get(kind))
-        if mean is not None:
-            return mean
+        as little as can be, so that it is tried. None takes longer than a larger one: it was a pause that it
+        met when it was seen, and what nobody chooses is not seen again."""
         known = self._hints | self._means
         seen = [(one.size, mean) for one, mean in known.items()]
+        if kind in known:
+            return min([known[kind], *(mean for size, mean in seen if size > kind.size)])
         size, low = max((point for point in seen if point[0] <= kind.size), default=(0, 0.0))
         larger, high = min((point for point in seen if point[0] > kind.size), default=(0, low))
         if not size or high <= low:

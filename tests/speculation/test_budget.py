@@ -31,6 +31,14 @@ def test_what_it_has_saved_it_may_lose_again_up_to_a_limit() -> None:
     assert num_losses == 8
 
 
+def test_what_a_step_costs_and_brings_counts_together() -> None:
+    budget = DraftingBudget()
+    for _ in range(10):
+        budget.settle(-0.6)
+        budget.settle(0.7)
+        assert budget.open
+
+
 def test_it_is_tried_again() -> None:
     budget = DraftingBudget()
     budget.settle(-0.6)

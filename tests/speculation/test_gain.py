@@ -66,6 +66,15 @@ def test_shapes_that_nobody_has_seen_lie_between_their_neighbours_or_are_tried()
     assert [seconds.predict(shape) for shape in (one, four, nine)] == [2.0, 5.0, 10.0]
 
 
+def test_a_shape_that_met_a_pause_is_tried_again() -> None:
+    seconds = StepSeconds()
+    one, four, nine = (StepKind(StepShape(rows, rows, rows)) for rows in (1, 4, 9))
+    for shape, taken in [(one, 2.0), (four, 20.0), (nine, 10.0)]:
+        for _ in range(2):
+            seconds.observe(shape, taken)
+    assert [seconds.predict(shape) for shape in (one, four, nine)] == [2.0, 10.0, 10.0]
+
+
 def test_a_pause_teaches_little_and_a_lasting_change_is_learnt() -> None:
     seconds, shape = StepSeconds(), StepKind(StepShape(4, 4, 4))
     for _ in range(20):
