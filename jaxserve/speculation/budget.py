@@ -6,7 +6,7 @@ _ALLOWANCE = 0.015
 """Of the time of steps without drafting, what trying to draft may lose."""
 _STAKE = 0.5
 """In plain steps, what is at stake each time that drafting is tried."""
-_MOST = 4.0
+_MOST = 8.0
 """In plain steps, how much of what has been saved lately may be lost again before drafting rests."""
 _TERM = 32
 """Steps over which most of what has been invested is paid back."""
