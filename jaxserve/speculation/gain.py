@@ -73,8 +73,8 @@ class StepSeconds:
 
     It says what decoding gets through: of an overlapped step the host's work is hidden, and of one whose
     drafts wait for the step before it is not. What kinds take by one another is learnt slowly, and how fast
-    all of them are at the moment from whichever is seen: so what is rarely seen is not held to how the machine
-    was then.
+    all of them are at the moment from whichever is seen: what is rarely seen is not held to how the machine
+    did then.
     """
 
     def __init__(self, slowness: Slowness | None = None) -> None:
