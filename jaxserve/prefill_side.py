@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from jaxserve.plan import EngineLimits, SamplingParams, SlotLoad, StepEngine, StepHandle
@@ -58,13 +58,13 @@ class PageLink(Protocol):
 class PrefillStatistics:
     """Totals since the start, but for the first."""
 
-    num_open: int
+    num_open: int = 0
     """Prompts that are there now, computed or not."""
-    num_prompts: int
+    num_prompts: int = 0
     """That were computed there and moved."""
-    num_pages: int
+    num_pages: int = 0
     """That were moved, each group's counted."""
-    num_local: Mapping[Obstacle, int]
+    num_local: Mapping[Obstacle, int] = field(default_factory=dict[Obstacle, int])
     """Prompts of more than a page that were computed where their answers are decoded, by the reason."""
 
 
