@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from jaxserve.config import EngineConfig
-from jaxserve.engine.mesh import AUTO
+from jaxserve.config import EngineConfig, ModelConfig
+from jaxserve.engine.mesh import AUTO, spread_model
 from jaxserve.engine.options import EngineOptions
 from jaxserve.speculation import read_speculative
 from sharding import DATA, PIPE, TENSOR, MeshAxes, mesh_name, mesh_size, parse_mesh
@@ -15,13 +15,19 @@ _ONE_DEVICE: MeshAxes = ((TENSOR, 1),)
 
 
 def check_prefill(
-    options: EngineOptions, axes: MeshAxes, num_devices: int, platform: str, num_processes: int
+    options: EngineOptions,
+    axes: MeshAxes,
+    model: ModelConfig,
+    num_devices: int,
+    platform: str,
+    num_processes: int = 1,
 ) -> None:
     """Raise ValueError, naming the mesh axis and the sizes, where prompts cannot be computed apart.
 
     Args:
         options: with a `prefill_mesh`.
         axes: of the mesh that decodes.
+        model: as a single device has it.
         num_devices: that there are for both, of this `platform`.
         num_processes: that have them.
     """
@@ -34,6 +40,10 @@ def check_prefill(
             raise ValueError(
                 f"{which}: prompts are computed apart without mesh axis {DATA!r}, not {sizes[DATA]}"
             )
+    try:
+        spread_model(model, own)
+    except ValueError as error:
+        raise ValueError(f"prefill_{error}") from error
     stages, own_stages = dict(axes).get(PIPE, 1), dict(own).get(PIPE, 1)
     if stages != own_stages:
         raise ValueError(

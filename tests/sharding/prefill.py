@@ -82,7 +82,7 @@ def engines(name: str, mesh: str | None, prefill_mesh: str) -> Engines:
     """One that decodes, and one on the devices after its own."""
     model, options = CASES[name].model, options_of(name, mesh, prefill_mesh)
     axes = parse_mesh(mesh or "tensor=1")
-    check_prefill(options, axes, jax.device_count(), "cpu", 1)
+    check_prefill(options, axes, model, jax.device_count(), "cpu")
     readable = {"moves_pages": True}
     decoder, _ = build(
         model, options, lambda config: dataclasses.replace(with_counterpart(config), **readable)

@@ -11,6 +11,7 @@ from jaxserve.engine.options import EngineOptions
 from jaxserve.engine.prefill import check_prefill
 from sharding import parse_mesh
 from tests.sharding.eight import report_of
+from tests.sharding.engines import DENSE
 from tests.sharding.prefill import PAIRS
 from tests.sharding.test_engines import NEAR, SURE
 
@@ -34,7 +35,7 @@ def test_answers_are_those_of_one_device(name: str, meshes: str) -> None:
         # Those without log-probabilities are sampled, and have no margins to allow for.
         assert parted is None or alone["margins"][number][parted] < sure
     assert apart["prompts"] >= 4
-    assert apart["pages"] >= 12
+    assert apart["pages"] >= 7
     assert apart["cached"] > 0
 
 
@@ -65,6 +66,12 @@ def test_requests_gave_way_to_others() -> None:
             {},
             "prefill_mesh pipe=2 has 2 stages of mesh axis 'pipe' and mesh tensor=2 has 1",
         ),
+        (
+            "tensor=2",
+            "tensor=3",
+            {},
+            "prefill_mesh tensor=3: kv_heads has size 8, .* nearest to it are tensor=2 or",
+        ),
         ("auto", "tensor=2", {}, "prefill_mesh tensor=2 with mesh auto: name the axes of both"),
         (
             "tensor=2",
@@ -92,13 +99,13 @@ def test_what_does_not_fit_is_refused(
     options = EngineOptions(mesh=mesh, prefill_mesh=prefill_mesh, **own)
     axes = () if mesh == "auto" else parse_mesh(mesh)
     with pytest.raises(ValueError, match=message):
-        check_prefill(options, axes, 8, "cpu", 1)
+        check_prefill(options, axes, DENSE, 8, "cpu")
 
 
 def test_several_processes_and_a_mesh_without_a_name_are_refused() -> None:
     options = EngineOptions(mesh="tensor=2", prefill_mesh="tensor=2")
     with pytest.raises(ValueError, match="prefill_mesh tensor=2 with 2 processes: it works in a single one"):
-        check_prefill(options, parse_mesh("tensor=2"), 8, "cpu", 2)
+        check_prefill(options, parse_mesh("tensor=2"), DENSE, 8, "cpu", 2)
     with pytest.raises(ValueError, match="prefill_mesh auto: name its axes, as in tensor=2"):
         EngineOptions(prefill_mesh="auto")
     with pytest.raises(ValueError, match="mesh 'tensor': expected auto, or tensor=N"):
