@@ -87,6 +87,11 @@ class FakeEngine:
         """What a device's engine was compiled with."""
         return {"everything": "by hand"}
 
+    @property
+    def prefill(self) -> None:
+        """What a device's engine has where another computes prompts for it."""
+        return None
+
     def load_slot(self, load: SlotLoad) -> None:
         limits = self._limits
         _require(0 <= load.slot < limits.num_slots, f"slot {load.slot} does not exist")
