@@ -27,7 +27,7 @@ from jaxserve.engine.state import MAX_EOS_IDS
 from jaxserve.model.cache import page_layouts
 from jaxserve.model.transformer import LayerLoop, Params
 from jaxserve.quantization import STORED, recipe_in_force, recipe_named, recipe_of_label
-from jaxserve.sizes import DRAFT_ROWS, default_sizes, ladder, lowest_chunk
+from jaxserve.sizes import DRAFT_ROWS, chunk_ladder, default_sizes, ladder
 from jaxserve.speculation import read_speculative
 from jaxserve.weights import AnyCheckpoint, Checkpoint, cache_home
 from pallas_kernels import native
@@ -288,7 +288,7 @@ def resolve_config(
         max_model_len=max_model_len,
         num_slots=num_slots,
         decode_rows=ladder(fewest, num_slots),
-        chunk_rows=_chunk_rows(options, fewest, num_slots, max_chunk),
+        chunk_rows=_chunk_rows(options, fewest, num_slots, max_chunk, on_cpu=on_cpu),
         compute_format=dtype,
         recipe=_resolve_recipe(options),
         max_logprobs=min(options.max_logprobs, model.vocab_size),
@@ -317,7 +317,9 @@ def _has_exact_products(model: ModelConfig, quantize: str | None) -> bool:
     return quantize is not None and recipe_named(quantize).sums_integers and not model.num_experts
 
 
-def _chunk_rows(options: EngineOptions, fewest: int, num_slots: int, max_chunk: int) -> tuple[int, ...]:
+def _chunk_rows(
+    options: EngineOptions, fewest: int, num_slots: int, max_chunk: int, *, on_cpu: bool
+) -> tuple[int, ...]:
     """Rows of the steps that take chunks of prompts or verify drafts, and in the shape-invariant mode of all
     steps."""
     longest = max(max_chunk, num_slots)
@@ -325,7 +327,7 @@ def _chunk_rows(options: EngineOptions, fewest: int, num_slots: int, max_chunk: 
         return ladder(fewest, longest)
     single = ladder(fewest, num_slots) if options.deterministic else ()
     drafts = () if options.speculative is None else (rows for rows in DRAFT_ROWS if rows < longest)
-    return tuple(sorted({*single, *drafts, *ladder(lowest_chunk(num_slots), longest)}))
+    return tuple(sorted({*single, *drafts, *chunk_ladder(num_slots, longest, on_cpu=on_cpu)}))
 
 
 def _resolve_draft_layers(options: EngineOptions, model: ModelConfig, mesh: MeshAxes) -> int:
