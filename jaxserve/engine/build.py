@@ -11,7 +11,7 @@ from dataclasses import replace
 import jax
 
 from jaxserve.config import CacheConfig, EngineConfig, FloatFormat, KvFormat, ModelConfig
-from jaxserve.engine.chain_drafts import DRAFT_PARAMETERS
+from jaxserve.engine.chain_drafts import DRAFT_PARAMETERS, resolve_draft_layers
 from jaxserve.engine.compile_cache import compile_counter, enable_compilation_cache
 from jaxserve.engine.engine import DeviceEngine
 from jaxserve.engine.loading import named_parameters, reported, stored_as
@@ -297,7 +297,7 @@ def resolve_config(
         context_block=max(128, page_size),
         max_iterations=options.max_iterations,
         max_drafts=options.max_drafts if options.speculative else 0,
-        draft_layers=_resolve_draft_layers(options, model, mesh),
+        draft_layers=resolve_draft_layers(options.speculative, model, mesh),
         moves_pages=options.host_kv_memory is not None,
         mesh=mesh,
     )
@@ -328,23 +328,6 @@ def _chunk_rows(
     single = ladder(fewest, num_slots) if options.deterministic else ()
     drafts = () if options.speculative is None else (rows for rows in DRAFT_ROWS if rows < longest)
     return tuple(sorted({*single, *drafts, *chunk_ladder(num_slots, longest, on_cpu=on_cpu)}))
-
-
-def _resolve_draft_layers(options: EngineOptions, model: ModelConfig, mesh: MeshAxes) -> int:
-    """Layers that draft in the engine. Raises ValueError for more than all but the last, and where stages
-    share them out."""
-    num_layers = read_speculative(options.speculative).num_layers if options.speculative else 0
-    if num_layers >= model.num_layers:
-        raise ValueError(
-            f"speculative {options.speculative!r}: the model has {model.num_layers} layers, of which 1 to "
-            f"{model.num_layers - 1} can draft"
-        )
-    if num_layers and PIPE in dict(mesh):
-        raise ValueError(
-            f"speculative {options.speculative!r} on mesh {mesh_name(mesh)}: the first layers draft "
-            f"where all layers are, so without {PIPE!r}"
-        )
-    return num_layers
 
 
 def layer_loop_for(target: Target, *, spread: bool = False) -> LayerLoop:
