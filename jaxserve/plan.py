@@ -337,7 +337,7 @@ class EngineLimits:
             for window, pages in zip(self.windows, self.num_pages, strict=True)
             if window == 0
         ]
-        return min(self.max_model_len, *pools)
+        return min([self.max_model_len, *pools])
 
     def longest_answer(self, prompt_len: int, max_tokens: int | None) -> int:
         """Tokens that an answer may have at most: of `max_tokens`, or for None of all that there is room for,
