@@ -244,7 +244,7 @@ def resolve_config(
     page_size = options.page_size or sizes.page_size
     max_chunk = options.max_chunk or sizes.max_chunk
     kv_format: KvFormat = dtype if options.kv_format == "auto" else options.kv_format
-    fewest = _fewest_rows(model, options)
+    fewest, decode_groups = _fewest_rows(model, options), _resolve_groups(options, mesh)
     num_pages = resolve_pages(
         model,
         platform,
@@ -264,7 +264,7 @@ def resolve_config(
         cache=CacheConfig(page_size=page_size, num_pages=num_pages, kv_format=kv_format),
         max_model_len=max_model_len,
         num_slots=num_slots,
-        decode_rows=ladder(fewest, num_slots),
+        decode_rows=ladder(fewest, -(-num_slots // decode_groups)),
         chunk_rows=_chunk_rows(options, fewest, num_slots, max_chunk),
         compute_format=dtype,
         recipe=_resolve_recipe(options),
@@ -273,6 +273,7 @@ def resolve_config(
         deterministic=bool(options.deterministic),
         context_block=max(128, page_size),
         max_iterations=options.max_iterations,
+        decode_groups=decode_groups,
         max_drafts=options.max_drafts if options.speculative else 0,
         draft_layers=_resolve_draft_layers(options, model, mesh),
         moves_pages=options.host_kv_memory is not None,
@@ -303,6 +304,14 @@ def _chunk_rows(options: EngineOptions, fewest: int, num_slots: int, max_chunk: 
     single = ladder(fewest, num_slots) if options.deterministic else ()
     drafts = () if options.speculative is None else (rows for rows in DRAFT_ROWS if rows < longest)
     return tuple(sorted({*single, *drafts, *ladder(lowest_chunk(num_slots), longest)}))
+
+
+def _resolve_groups(options: EngineOptions, mesh: MeshAxes) -> int:
+    """Groups that decode in turn; whether they can is checked where the config is made."""
+    if options.decode_groups is not None:
+        return options.decode_groups
+    needs_all = options.speculative or options.max_iterations > 1 or options.deterministic
+    return 1 if needs_all else dict(mesh).get(PIPE, 1)
 
 
 def _resolve_draft_layers(options: EngineOptions, model: ModelConfig, mesh: MeshAxes) -> int:
