@@ -109,6 +109,7 @@ class LoopMachine(RuleBasedStateMachine):
         slowness=st.sampled_from([1e-9, 1e-9, 1e-9, 1.0]),
         policy=st.sampled_from([UNFORESEEN, UNFORESEEN, DEFAULT_POLICY]),
         num_replicas=st.sampled_from([1, 1, 1, 2, 3]),
+        decode_groups=st.sampled_from([1, 1, 2, 3]),
     )
     def start(
         self,
@@ -126,6 +127,7 @@ class LoopMachine(RuleBasedStateMachine):
         slowness: float,
         policy: SchedulerPolicy,
         num_replicas: int,
+        decode_groups: int,
     ) -> None:
         num_pages, windows = pool
         self.limits = make_limits(
@@ -138,6 +140,8 @@ class LoopMachine(RuleBasedStateMachine):
             copies_pages=copies_pages,
             max_iterations=max_iterations,
             max_drafts=max_drafts,
+            # Steps of several tokens a sequence take them through the whole of a pipeline.
+            decode_groups=1 if max_iterations > 1 or max_drafts else decode_groups,
         )
         by_model = drafts_itself and max_drafts > 0 and 0 in windows and num_replicas == 1
         engine = FakeDraftingEngine(self.limits) if by_model else fake_engine(self.limits)
