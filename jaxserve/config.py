@@ -206,8 +206,8 @@ class EngineConfig:
     max_drafts: int = 0
     """Most drafts of a sequence that one step may verify."""
     decode_groups: int = 1
-    """Groups of sequences that decode in turn, one step a tick of the pipeline, as many as it has stages; 1 has
-    a decode step take its sequences through all stages."""
+    """Groups of sequences that decode in turn, a step being one tick of the pipeline: as many as it has
+    stages. With 1 a decode step takes its sequences through all stages."""
     draft_layers: int = 0
     """Layers of the model whose hidden states the engine drafts from; 0 leaves drafting to the host."""
     draft: EngineConfig | None = None

@@ -315,7 +315,7 @@ class EngineLimits:
     num_replicas: int = 1
     """Parts of the slots with pages of their own; a shape holds what a step has of any one of them."""
     decode_groups: int = 1
-    """Groups that decode in turn: a step of a decode shape ends with the one that is as many later, less 1."""
+    """Groups that decode in turn: a decode step's ends with the step that is as many later, less 1."""
 
     @property
     def decoding_shapes(self) -> tuple[StepShape, ...]:

@@ -69,8 +69,8 @@ class EngineOptions:
     """Most drafts of an answer in a step."""
     decode_groups: int | None = None
     """Groups of sequences that decode in turn, each one stage of `pipe` further in every step, so that all
-    stages work at once: as many as there are stages, or 1, a step that goes through all of them. By default as
-    many as stages, and 1 with drafts, several iterations or shape-invariant numerics."""
+    stages work at once: as many as there are stages, or 1 for steps that go through all of them. By default
+    as many as stages; with drafts, several iterations or shape-invariant numerics 1."""
     mesh: str | None = None
     """Devices that share the model: `tensor=N`, `expert=N` and `pipe=N`, and `data=N` such groups, each with
     all weights and a part of the sequences; with commas, or "auto", the fewest on which weights leave as much

@@ -12,8 +12,8 @@ from jaxserve.config import ModelConfig
 from jaxserve.engine.replicas import shardings_of_all
 from jaxserve.engine.state import DeviceState
 from jaxserve.model.cache import CACHE_AXES, Cache
-from jaxserve.model.pipeline import HANDED_AXES
 from jaxserve.model.parameters import ParameterInfo, model_parameters
+from jaxserve.model.pipeline import HANDED_AXES
 from jaxserve.model.spread import segment_specs, weight_specs
 from sharding import DATA, AnyMesh, named_sharding
 

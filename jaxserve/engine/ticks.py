@@ -2,8 +2,8 @@
 
 A group enters in one step, with the token that each of its sequences knows last, is handed from stage to
 stage in the steps that follow, and leaves the last stage in the one that is as many later as there are other
-stages: then its tokens are sampled, and it may enter again. So every stage works in every step, on rows of its
-own, and reads its weights once for each group.
+stages: then its tokens are sampled, and it may enter again. So every stage works in every step, on rows of
+its own, and reads its weights once for each group.
 
 What belongs to the group stays in the state meanwhile: nobody may fill its slots, and a step of another kind
 has to wait until no group is under way.

@@ -36,7 +36,7 @@ class Turns:
         return max((handle.plan.shape.rows for handle in self._under_way if handle), default=0)
 
     def tick(self, entering: StepHandle | None, result: Any) -> None:
-        """A tick has been started, which a group or none enters; its result is that of the one that leaves."""
+        """A tick has been started, which a group enters or none; the result is that of the one leaving."""
         self._under_way.appendleft(entering)
         leaving = self._under_way.pop()
         if leaving is not None:

@@ -87,8 +87,8 @@ class RunningPages:
 
     def take_grants(self, slots: IntArray | None = None) -> list[tuple[int, int, int, int]]:
         """What the step in the making tells the device of: the grants of these slots, or of all."""
-        told = list(self.grants) if slots is None else [slot for slot in slots.tolist() if slot in self.grants]
-        return [grant for slot in told for grant in self.grants.pop(slot)]
+        told = list(self.grants) if slots is None else slots.tolist()
+        return [grant for slot in told for grant in self.grants.pop(slot, ())]
 
     def grow(self, request: Request, num_tokens: int) -> None:
         """Give a request pages for its first `num_tokens` tokens; they must be free."""

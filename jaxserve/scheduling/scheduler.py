@@ -146,7 +146,7 @@ class Scheduler:
 
     @property
     def num_under_way(self) -> int:
-        """Of these, the latest ones that may need steps which have not been planned yet to come to their end."""
+        """Of these the latest, which may come to their end only in steps that have yet to be planned."""
         return len(steps_under_way(self._in_flight, self.limits))
 
     def max_tokens(self, prompt_len: int, params: SamplingParams) -> int:
