@@ -50,6 +50,14 @@ def test_answers_are_those_of_one_device(name: str, mesh: str, loop: str) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("name", "mesh"), PAIRS)
+def test_who_is_under_way_is_waited_for_whatever_the_host_says(name: str, mesh: str) -> None:
+    tokens = report(name)["alone"]["again"]
+    assert len(set(tokens)) > 2
+    assert report(name)[mesh]["again"] == tokens
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_answers_end_in_every_way(name: str) -> None:
     ends = {(sample["reason"], len(sample["tokens"]) > 1) for sample in report(name)["alone"]["plain"]}
