@@ -7,6 +7,7 @@ host predicts both exactly, which lets it plan steps before it has seen the resu
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
@@ -228,7 +229,7 @@ class StepPlan:
         granted = np.array(rows, np.int32).reshape(-1, 4)
         return cls(columns[:, 0], columns[:, 1], columns[:, 2], granted, shape)
 
-    @property
+    @functools.cached_property
     def num_rows(self) -> int:
         return int(self.num_tokens.sum())
 
@@ -335,7 +336,7 @@ class EngineLimits:
         """Tokens that one sequence may have, also if the pool holds less than `max_model_len`."""
         full = [num for window, num in zip(self.windows, self.num_pages, strict=True) if window == 0]
         # The last sampled token is never computed: it needs no room.
-        return min(self.max_model_len, *((num - 1) * self.page_size + 1 for num in full))
+        return min([self.max_model_len, *((num - 1) * self.page_size + 1 for num in full)])
 
     def longest_answer(self, prompt_len: int, max_tokens: int | None) -> int:
         """Tokens that an answer may have at most: of `max_tokens`, or for None of all that there is room for,

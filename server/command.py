@@ -49,8 +49,8 @@ SIGTERM or Ctrl-C lets running requests end; a second one does not."""
 _ORIGIN_HELP = "web origin whose pages may ask over HTTP, * for all; may be repeated (default: none)"
 _ROUTE_HELP = """another model, or the same one otherwise, as chat=smollm2-135m,fallback=chat-int8: KEY is
 dtype, quantize, kv, kv_memory, host_kv_memory, slots, max_model_len, max_chunk, deterministic, speculative,
-draft_quantize, mesh (tensor=4+expert=2), policy, max_waiting, prefix_cache, generation_config or fallback,
-the route that answers what this one has no room for; may be repeated"""
+draft_quantize, mesh (tensor=4+expert=2), prefill_mesh, policy, max_waiting, prefix_cache, generation_config
+or fallback, the route that answers what this one has no room for; may be repeated"""
 
 _POLICY_HELP = """scheduler policy, a .toml or .json file: priority classes with their shares, floors, targets
 and queue limits, quotas of tenants, the budget of retries (default: interactive, default and batch); or what

@@ -23,6 +23,7 @@ from tests.drafters import foreseeing
 from tests.fake_draft_model import FakeDraftingEngine
 from tests.fake_engine import FakeEngine
 from tests.fake_limits import make_limits
+from tests.fake_prefill import FakePrefill
 from tests.fake_replicas import fake_engine
 from tests.fake_sequence import expected_answer
 from tests.policies import UNFORESEEN
@@ -110,6 +111,12 @@ class LoopMachine(RuleBasedStateMachine):
         policy=st.sampled_from([UNFORESEEN, UNFORESEEN, DEFAULT_POLICY]),
         num_replicas=st.sampled_from([1, 1, 1, 2, 3]),
         decode_groups=st.sampled_from([1, 1, 2, 3]),
+        prefill=st.one_of(
+            st.none(),
+            st.fixed_dictionaries(
+                {"share": st.sampled_from([0.5, 1.0, 2.0]), "num_slots": st.integers(1, 4)},
+            ),
+        ),
     )
     def start(
         self,
@@ -128,6 +135,7 @@ class LoopMachine(RuleBasedStateMachine):
         policy: SchedulerPolicy,
         num_replicas: int,
         decode_groups: int,
+        prefill: dict[str, Any] | None,
     ) -> None:
         num_pages, windows = pool
         self.limits = make_limits(
@@ -140,8 +148,8 @@ class LoopMachine(RuleBasedStateMachine):
             copies_pages=copies_pages,
             max_iterations=max_iterations,
             max_drafts=max_drafts,
-            # Steps of several tokens a sequence take them through the whole of a pipeline.
-            decode_groups=1 if max_iterations > 1 or max_drafts else decode_groups,
+            # Otherwise a decode step takes all through the whole of a pipeline.
+            decode_groups=1 if max_iterations > 1 or max_drafts or prefill else decode_groups,
         )
         by_model = drafts_itself and max_drafts > 0 and 0 in windows and num_replicas == 1
         engine = FakeDraftingEngine(self.limits) if by_model else fake_engine(self.limits)
@@ -165,6 +173,13 @@ class LoopMachine(RuleBasedStateMachine):
             if max_drafts
             else None
         )
+        self.prefill = None
+        if prefill and num_replicas == 1 and not by_model and isinstance(engine, FakeEngine):
+            own_pages = [2 + int(prefill["share"] * (pages - 2)) for pages in num_pages]
+            self.prefill = FakePrefill(
+                engine, num_pages=own_pages, num_slots=prefill["num_slots"], cache=cache
+            )
+            self.prefill.engine.steps_done = 0
         self.loop = HostLoop(
             engine,
             overlap=overlap,
@@ -174,6 +189,7 @@ class LoopMachine(RuleBasedStateMachine):
             clock=lambda: self.now,
             policy=policy,
             speculation=speculation,
+            prefills=None if self.prefill is None else self.prefill.side,
         )
         self.submitted: dict[str, tuple[list[int], SamplingParams]] = {}
         self.deadlines: dict[str, float] = {}
@@ -215,6 +231,13 @@ class LoopMachine(RuleBasedStateMachine):
         assert not self.loop.abort(name)
         self.open.discard(name)
         self.aborted.add(name)
+
+    @precondition(lambda self: self.prefill is not None)
+    @rule(count=st.integers(1, 4))
+    def compute_prompts(self, count: int) -> None:
+        """The steps of the prefill side come to their ends, whenever it suits them."""
+        engine = self.prefill.engine
+        engine.steps_done = max(engine.steps_done, engine.num_collected) + count
 
     @rule(count=st.integers(1, 6))
     def step(self, count: int) -> None:
