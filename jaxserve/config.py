@@ -205,6 +205,9 @@ class EngineConfig:
     """Tokens of each sequence that one decode step may compute; above 1 each rung has a second program."""
     max_drafts: int = 0
     """Most drafts of a sequence that one step may verify."""
+    decode_groups: int = 1
+    """Groups of sequences that decode in turn, a step being one tick of the pipeline: as many as it has
+    stages. With 1 a decode step takes its sequences through all stages."""
     draft_layers: int = 0
     """Layers of the model whose hidden states the engine drafts from; 0 leaves drafting to the host."""
     draft: EngineConfig | None = None
@@ -240,8 +243,12 @@ class EngineConfig:
             )
         if self.draft is not None:
             self._check_draft(self.draft)
-        if self.decode_rows and self.decode_rows[-1] < self.num_slots:
-            raise ValueError(f"decode_rows ends at {self.decode_rows[-1]}, below num_slots {self.num_slots}")
+        self._check_groups()
+        if self.decode_rows and self.decode_rows[-1] < self.slots_of_group:
+            raise ValueError(
+                f"decode_rows ends at {self.decode_rows[-1]}, below num_slots {self.num_slots}"
+                + (f" in {self.decode_groups} groups" if self.decode_groups > 1 else "")
+            )
         if self.max_model_len > self.model.max_position:
             raise ValueError(
                 f"max_model_len {self.max_model_len} exceeds the model's {self.model.max_position}"
@@ -260,6 +267,11 @@ class EngineConfig:
         """Parts of the mesh, each with all weights, and slots and pages of its own."""
         return dict(self.mesh).get("data", 1)
 
+    @property
+    def slots_of_group(self) -> int:
+        """Most sequences of a decode group."""
+        return -(-self.num_slots // self.decode_groups)
+
     def drafted_by(self, model: ModelConfig) -> EngineConfig:
         """The same engine with a second model that drafts, in the same formats.
 
@@ -276,6 +288,21 @@ class EngineConfig:
             moves_pages=False,
         )
         return dataclasses.replace(self, draft=draft)
+
+    def _check_groups(self) -> None:
+        """Raise ValueError for decode groups that are not those of the stages, or of steps that need all."""
+        stages = dict(self.mesh).get("pipe", 1)
+        if self.decode_groups not in (1, stages):
+            raise ValueError(
+                f"decode_groups {self.decode_groups} with {stages} stages: it must be 1 or {stages}"
+            )
+        if self.decode_groups == 1:
+            return
+        for name, taken in (("max_drafts", self.max_drafts > 0), ("max_iterations", self.max_iterations > 1)):
+            if taken:
+                raise ValueError(f"decode_groups {self.decode_groups} with {name} {getattr(self, name)}")
+        if self.deterministic:
+            raise ValueError(f"decode_groups {self.decode_groups} with shape-invariant numerics")
 
     def _check_draft(self, draft: EngineConfig) -> None:
         if self.draft_layers or not self.max_drafts:

@@ -312,17 +312,22 @@ class HostLoop:
         planned = self._dispatch_next()
         if self._swap is not None:
             self._swap.work(busy=planned or bool(self._in_flight))
-        if len(self._in_flight) > self._depth or (self._in_flight and not planned):
-            step, handle, dispatched_at = self._in_flight.popleft()
-            self._stages.enter("wait")
-            result = self._engine.collect(handle)
-            self._stages.enter("commit")
-            self._timer.observe(step, dispatched_at)
-            self._scheduler.retire(step)
-            self._commit(step, result)
-            self._timer.kept_busy = self._scheduler.num_running > 0
+        # A step whose groups are under way in a pipeline is not waited for, unless there is nothing else.
+        num_due = len(self._in_flight) - self._scheduler.num_under_way - self._depth
+        for _ in range(num_due if planned else max(num_due, min(len(self._in_flight), 1))):
+            self._collect_next()
         if self.kv_events is not None:
             self.kv_events.flush()
+
+    def _collect_next(self) -> None:
+        step, handle, dispatched_at = self._in_flight.popleft()
+        self._stages.enter("wait")
+        result = self._engine.collect(handle)
+        self._stages.enter("commit")
+        self._timer.observe(step, dispatched_at)
+        self._scheduler.retire(step)
+        self._commit(step, result)
+        self._timer.kept_busy = self._scheduler.num_running > 0
 
     def _commit(self, step: ScheduledStep, result: StepResult) -> None:
         """Take what a step brought, one round after another: each may end requests of the next."""

@@ -2,7 +2,7 @@
 
 A *slot* is a sequence's row in the device state. The device is the authority on a slot's *known* tokens
 (prompt and sampled) and on how many of them are *computed* (their keys and values are in the pool); the
-host predicts both exactly one step ahead, which lets it plan a step before it has seen the last one.
+host predicts both exactly, which lets it plan steps before it has seen the results of earlier ones.
 """
 
 from __future__ import annotations
@@ -315,6 +315,8 @@ class EngineLimits:
     """Most tokens that its draft model reads before a step; 0 where it has none."""
     num_replicas: int = 1
     """Parts of the slots with pages of their own; a shape holds what a step has of any one of them."""
+    decode_groups: int = 1
+    """Groups that decode in turn: a decode step's ends with the step that is as many later, less 1."""
 
     @property
     def decoding_shapes(self) -> tuple[StepShape, ...]:
@@ -332,12 +334,9 @@ class EngineLimits:
     @property
     def longest_sequence(self) -> int:
         """Tokens that one sequence may have, also if the pool holds less than `max_model_len`."""
-        pools = [
-            (pages - 1) * self.page_size + 1  # The last sampled token is never computed: it needs no room.
-            for window, pages in zip(self.windows, self.num_pages, strict=True)
-            if window == 0
-        ]
-        return min([self.max_model_len, *pools])
+        full = [num for window, num in zip(self.windows, self.num_pages, strict=True) if window == 0]
+        # The last sampled token is never computed: it needs no room.
+        return min([self.max_model_len, *((num - 1) * self.page_size + 1 for num in full)])
 
     def longest_answer(self, prompt_len: int, max_tokens: int | None) -> int:
         """Tokens that an answer may have at most: of `max_tokens`, or for None of all that there is room for,

@@ -25,6 +25,7 @@ from jaxserve.plan import (
     StepResult,
 )
 from tests.fake_sequence import FakeSequence, logprob, rank, sample, unpack_mask
+from tests.fake_turns import slots_under_way
 
 
 class FakeEngineError(Exception):
@@ -142,6 +143,8 @@ class FakeEngine:
 
     def dispatch(self, plan: StepPlan) -> StepHandle:
         self._check_shape(plan)
+        entered = slots_under_way([handle.plan for handle, _ in self._in_flight], self._limits)
+        _require(entered.isdisjoint(plan.slots.tolist() if plan.shape.decode else ()), "a slot is under way")
         for grant in plan.page_grants:
             self._grant(grant)
         used: set[tuple[int, int]] = set()

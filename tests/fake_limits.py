@@ -22,11 +22,13 @@ def make_limits(
     max_iterations: int = 1,
     max_drafts: int = 0,
     num_replicas: int = 1,
+    decode_groups: int = 1,
 ) -> EngineLimits:
     """Limits as the real engine would state them for such a configuration."""
     own = num_slots // num_replicas
     logit_rows = max(own, min(16, chunk_rows[0]))
-    decode_rows = sorted({1 << exponent for exponent in range(20) if 1 << exponent < own} | {own})
+    most = -(-own // decode_groups)
+    decode_rows = sorted({1 << exponent for exponent in range(20) if 1 << exponent < most} | {most})
     return EngineLimits(
         num_slots=num_slots,
         max_model_len=max_model_len,
@@ -42,4 +44,5 @@ def make_limits(
         max_iterations=max_iterations,
         max_drafts=max_drafts,
         num_replicas=num_replicas,
+        decode_groups=decode_groups,
     )

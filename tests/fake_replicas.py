@@ -11,6 +11,7 @@ import numpy.typing as npt
 from jaxserve.plan import EngineLimits, IntArray, SlotLoad, StepHandle, StepPlan, StepResult
 from jaxserve.replica_plans import split_plan
 from tests.fake_engine import FakeEngine
+from tests.fake_turns import slots_under_way
 
 
 class FakeReplicas:
@@ -19,10 +20,11 @@ class FakeReplicas:
     def __init__(self, limits: EngineLimits) -> None:
         self._stride = limits.num_slots // limits.num_replicas
         self.limits = limits
-        own = dataclasses.replace(limits, num_slots=self._stride, num_replicas=1)
+        own = dataclasses.replace(limits, num_slots=self._stride, num_replicas=1, decode_groups=1)
         self.replicas = [FakeEngine(own) for _ in range(limits.num_replicas)]
         self.plans: list[StepPlan] = []
         self.loads: list[SlotLoad] = []
+        self._in_flight: list[StepPlan] = []
 
     @property
     def domain_of(self) -> Callable[[SlotLoad], Hashable]:
@@ -48,6 +50,10 @@ class FakeReplicas:
                 replica.load_masks(local, masks[own], None if ahead is None else ahead[own])
 
     def dispatch(self, plan: StepPlan) -> StepHandle:
+        # Of the groups of all: a tick takes those of every replica on.
+        under_way = slots_under_way(self._in_flight, self.limits)
+        assert under_way.isdisjoint(plan.slots.tolist() if plan.shape.decode else ())
+        self._in_flight.append(plan)
         parts = split_plan(plan, len(self.replicas), self._stride)
         assert sum(len(part.slots) for part in parts) == len(plan.slots)
         assert sum(len(part.grants) for part in parts) == len(plan.grants)
@@ -60,6 +66,7 @@ class FakeReplicas:
         return StepHandle(plan, handles)
 
     def collect(self, handle: StepHandle) -> StepResult:
+        self._in_flight.pop(0)
         results = [replica.collect(part) for replica, part in handle.device_result]
 
         def joined(name: str) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
@@ -156,6 +157,23 @@ SCHEDULES = {
         make_limits(num_slots=16, num_pages=(20,), max_drafts=3, num_replicas=2),
         {"policy": UNFORESEEN},
     ),
+    "groups": (make_limits(num_slots=8, decode_groups=2), {}),
+    "groups, chunk 5": (make_limits(num_slots=16, decode_groups=4), {"max_chunk": 5}),
+    "more groups than slots": (make_limits(num_slots=3, decode_groups=4), {}),
+    "groups, tiny pool": (make_limits(num_slots=8, num_pages=(22,), decode_groups=4), {"policy": UNFORESEEN}),
+    "groups, windows, tiny pools": (
+        make_limits(num_pages=(22, 5), windows=(0, 8), decode_groups=2),
+        {"policy": UNFORESEEN},
+    ),
+    "groups, cached": (
+        make_limits(num_slots=8, num_pages=(40,), decode_groups=2),
+        {"cache": CacheIdentity(model="fake", kv_format="fake"), "max_chunk": 16},
+    ),
+    "groups, fewer rows than slots": (make_limits(num_slots=16, chunk_rows=(4,), decode_groups=2), {}),
+    "replicas, groups, tiny pools": (
+        make_limits(num_slots=16, num_pages=(18,), num_replicas=2, decode_groups=2),
+        {"policy": UNFORESEEN, "max_chunk": 5},
+    ),
     "replicas, fewer rows than slots": (make_limits(num_slots=16, chunk_rows=(4,), num_replicas=2), {}),
 }
 
@@ -170,6 +188,9 @@ def test_no_schedule_changes_an_answer(schedule: str, overlap: bool) -> None:
     iterated = any(plan.num_iterations > 1 for plan in engine.plans)
     assert iterated == (limits.max_iterations > 1)
     assert any(plan.drafts is not None for plan in engine.plans) == (limits.max_drafts > 0)
+    ticks = [set(plan.slots.tolist()) if plan.shape.decode else set[int]() for plan in engine.plans]
+    in_turn = [one and other and one.isdisjoint(other) for one, other in itertools.pairwise(ticks)]
+    assert limits.decode_groups == 1 or sum(map(bool, in_turn)) > 10
     if options.get("policy") is UNFORESEEN:
         assert sum(output.metrics.num_preemptions for output in outputs) >= 5
 

@@ -48,8 +48,12 @@ def serve(
     overlap: bool,
     num_pages: int = 257,
     drafter: Callable[[], Drafter] | None = None,
+    decode_groups: int = 1,
 ) -> list[RequestOutput]:
-    limits = make_limits(num_slots=4, num_pages=(num_pages,), max_drafts=4)
+    max_drafts = 4 if decode_groups == 1 else 0
+    limits = make_limits(
+        num_slots=4, num_pages=(num_pages,), max_drafts=max_drafts, decode_groups=decode_groups
+    )
     speculation = drafter and Speculation(drafter=drafter, max_drafts=4, adaptive=False)
     loop = HostLoop(FakeEngine(limits), overlap=overlap, grammars=GRAMMARS, speculation=speculation)
     for number, (prompt, params) in enumerate(cases):
@@ -63,8 +67,12 @@ def serve(
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlapped"])
 @pytest.mark.parametrize("num_pages", [257, 12], ids=["ample", "tiny pool"])
-@pytest.mark.parametrize("drafts", [False, True], ids=["", "drafts"])
-def test_gated_answers_are_the_same_in_every_schedule(overlap: bool, num_pages: int, drafts: bool) -> None:
+@pytest.mark.parametrize(
+    ("drafts", "groups"), [(False, 1), (True, 1), (False, 3)], ids=["", "drafts", "groups"]
+)
+def test_gated_answers_are_the_same_in_every_schedule(
+    overlap: bool, num_pages: int, drafts: bool, groups: int
+) -> None:
     free = SamplingParams(max_tokens=30, seed=3, ignore_eos=True)
     cases = [
         ([5, 6, 7], gated(6, max_tokens=30, seed=1)),
@@ -77,7 +85,7 @@ def test_gated_answers_are_the_same_in_every_schedule(overlap: bool, num_pages: 
         prompt + answer_of(prompt, params, index) for prompt, params in cases for index in range(params.n)
     ]
     drafter = foreseeing(texts, LIMITS.vocab_size) if drafts else None
-    outputs = serve(cases, overlap=overlap, num_pages=num_pages, drafter=drafter)
+    outputs = serve(cases, overlap=overlap, num_pages=num_pages, drafter=drafter, decode_groups=groups)
     if num_pages == 12:
         assert sum(output.metrics.num_preemptions for output in outputs) > 0
     for (prompt, params), output in zip(cases, outputs, strict=True):

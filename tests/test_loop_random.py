@@ -110,6 +110,7 @@ class LoopMachine(RuleBasedStateMachine):
         slowness=st.sampled_from([1e-9, 1e-9, 1e-9, 1.0]),
         policy=st.sampled_from([UNFORESEEN, UNFORESEEN, DEFAULT_POLICY]),
         num_replicas=st.sampled_from([1, 1, 1, 2, 3]),
+        decode_groups=st.sampled_from([1, 1, 2, 3]),
         prefill=st.one_of(
             st.none(),
             st.fixed_dictionaries(
@@ -133,6 +134,7 @@ class LoopMachine(RuleBasedStateMachine):
         slowness: float,
         policy: SchedulerPolicy,
         num_replicas: int,
+        decode_groups: int,
         prefill: dict[str, Any] | None,
     ) -> None:
         num_pages, windows = pool
@@ -146,6 +148,8 @@ class LoopMachine(RuleBasedStateMachine):
             copies_pages=copies_pages,
             max_iterations=max_iterations,
             max_drafts=max_drafts,
+            # Otherwise a decode step takes all through the whole of a pipeline.
+            decode_groups=1 if max_iterations > 1 or max_drafts or prefill else decode_groups,
         )
         by_model = drafts_itself and max_drafts > 0 and 0 in windows and num_replicas == 1
         engine = FakeDraftingEngine(self.limits) if by_model else fake_engine(self.limits)

@@ -114,7 +114,7 @@ def prepare_ahead(
             the weights leave.
         mesh: the devices.
         memory_bytes: of each device.
-        decode_rows, chunk_rows: the ladder.
+        decode_rows, chunk_rows: the ladder; of a decode group no more than it can have.
 
     Raises ValueError where the mesh does not divide the model, where the weights do not fit, and for weights
     as they are stored, which are not read.
@@ -131,6 +131,7 @@ def prepare_ahead(
     options = replace(options, kv_memory=options.kv_memory or free_bytes * num_pools(axes))
     length = options.max_model_len or model.max_position
     config = resolve_config(model, options, platform, dtype, length, axes)
+    decode_rows = tuple(sorted({min(rows, config.slots_of_group) for rows in decode_rows}))
     config = replace(config, decode_rows=decode_rows, chunk_rows=chunk_rows)
     abstract = abstract_engine(config, layer_loop, target, mesh)
     return AheadEngine(config, abstract, mesh.size)

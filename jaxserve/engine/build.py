@@ -267,7 +267,7 @@ def resolve_config(
     page_size = options.page_size or sizes.page_size
     max_chunk = options.max_chunk or sizes.max_chunk
     kv_format: KvFormat = dtype if options.kv_format == "auto" else options.kv_format
-    fewest = _fewest_rows(model, options)
+    fewest, decode_groups = _fewest_rows(model, options), _resolve_groups(options, mesh)
     num_pages = resolve_pages(
         model,
         platform,
@@ -287,7 +287,7 @@ def resolve_config(
         cache=CacheConfig(page_size=page_size, num_pages=num_pages, kv_format=kv_format),
         max_model_len=max_model_len,
         num_slots=num_slots,
-        decode_rows=ladder(fewest, num_slots),
+        decode_rows=ladder(fewest, -(-num_slots // decode_groups)),
         chunk_rows=_chunk_rows(options, fewest, num_slots, max(max_chunk, num_slots), on_cpu=on_cpu),
         compute_format=dtype,
         recipe=_resolve_recipe(options),
@@ -296,6 +296,7 @@ def resolve_config(
         deterministic=bool(options.deterministic),
         context_block=max(128, page_size),
         max_iterations=options.max_iterations,
+        decode_groups=decode_groups,
         max_drafts=options.max_drafts if options.speculative else 0,
         draft_layers=resolve_draft_layers(options.speculative, model, mesh),
         moves_pages=options.host_kv_memory is not None,
@@ -327,6 +328,15 @@ def _chunk_rows(
     single = ladder(fewest, num_slots) if options.deterministic else ()
     drafts = () if options.speculative is None else (rows for rows in DRAFT_ROWS if rows < longest)
     return tuple(sorted({*single, *drafts, *chunk_ladder(num_slots, longest, on_cpu=on_cpu)}))
+
+
+def _resolve_groups(options: EngineOptions, mesh: MeshAxes) -> int:
+    """Groups that decode in turn; whether they can is checked where the config is made."""
+    if options.decode_groups is not None:
+        return options.decode_groups
+    needs_all = options.speculative or options.max_iterations > 1 or options.deterministic
+    needs_all = needs_all or options.prefill_mesh is not None
+    return 1 if needs_all else dict(mesh).get(PIPE, 1)
 
 
 def layer_loop_for(target: Target, *, spread: bool = False) -> LayerLoop:

@@ -20,6 +20,7 @@ from jaxserve.engine.replicas import packing_for
 from jaxserve.engine.slots import pack_reads
 from jaxserve.engine.state import DeviceState
 from jaxserve.engine.step import unpack_result
+from jaxserve.engine.turns import Turns
 from jaxserve.model.transformer import Params
 from jaxserve.plan import EngineLimits, IntArray, SlotLoad, StepHandle, StepPlan, StepResult
 
@@ -44,6 +45,7 @@ class DeviceEngine:
         self._programs = programs
         self._packing = packing_for(config)
         self._state = make_spread_state(config)
+        self._turns = Turns(config.decode_groups)
         self.prefill: DeviceEngine | None = None
         """Computes prompts for this one, on devices of its own."""
         self.mark_ready()
@@ -87,11 +89,13 @@ class DeviceEngine:
             drafts_itself=config.draft_layers > 0 or config.draft is not None,
             draft_reads=max(self._programs.reads, default=0),
             num_replicas=config.num_replicas,
+            decode_groups=config.decode_groups,
         )
 
     def load_slot(self, load: SlotLoad) -> None:
         """Fill a slot. Raises ValueError if the load does not fit the engine."""
         programs, packed = self._programs.slots, self._packing.load(load)
+        self._let_all_leave()  # Whoever had the slot may be under way.
         if load.copies:
             self._state = programs.copy_pages(self._state, self._packing.copies(load))
         self._state = programs.load_slot(self._state, packed)
@@ -104,24 +108,35 @@ class DeviceEngine:
         self._state = self._programs.slots.load_masks[len(packed[-1])](self._state, *packed)
 
     def dispatch(self, plan: StepPlan) -> StepHandle:
-        """Start a step and return at once; steps run in the order of dispatch."""
+        """Start a step and return at once; steps run in the order of dispatch.
+
+        Where groups decode in turn, a step of a decode shape is a tick of the pipeline, which its sequences
+        enter. They leave in one of the ticks that follow; of these, those that no other step makes happen
+        when somebody waits for them: a step of another shape, one of the same sequences, or who collects.
+        """
         self._report_compiles()
         if plan.reads is not None:
             self._read(plan.reads)
-        if plan.num_iterations == 1:
-            program, counts = self._programs.steps[plan.shape], ()
-        else:
-            program, counts = self._iterated(plan), (np.int32(plan.num_iterations),)
-        packed = self._packing.plan(program.form, plan)
-        self._state, result = program.run(self._params, self._state, packed, *counts)
-        return StepHandle(plan, result)
+        if plan.num_iterations > 1:
+            program = self._iterated(plan)
+            return StepHandle(plan, self._run(program, plan, np.int32(plan.num_iterations)))
+        if self._turns.in_turn and plan.shape.decode:
+            while self._turns.holds(plan.slots):
+                self._tick(None)
+            handle = StepHandle(plan, None)
+            self._tick(handle)
+            return handle
+        self._let_all_leave()
+        return StepHandle(plan, self._run(self._programs.steps[plan.shape], plan))
 
     def is_ready(self, handle: StepHandle) -> bool:
         """Whether `collect` would not have to wait."""
-        return handle.device_result.is_ready()
+        return handle.device_result is not None and handle.device_result.is_ready()
 
     def collect(self, handle: StepHandle) -> StepResult:
         """Wait for a step and bring its result to the host."""
+        while handle.device_result is None:
+            self._tick(None)
         return unpack_result(self._packing.rows(handle.plan, np.asarray(handle.device_result)))
 
     @property
@@ -133,6 +148,7 @@ class DeviceEngine:
 
     def read_state(self, program: Callable[..., Result], *given: Any) -> Result:
         """What a program reads in the state as every step dispatched so far leaves it."""
+        self._let_all_leave()
         return program(self._state, *given)
 
     def update_state(self, program: Callable[..., DeviceState], *given: Any) -> None:
@@ -154,6 +170,7 @@ class DeviceEngine:
 
         Only for an engine whose config says `moves_pages`. Raises ValueError for a page that does not exist.
         """
+        self._let_all_leave()
         read = self._programs.pages[group].read
         calls = page_calls(pages, self._config.cache.num_pages[group])
         return DevicePageRead([read(self._state, call) for call in calls], len(pages))
@@ -171,6 +188,24 @@ class DeviceEngine:
             first = number * PAGES_PER_MOVE
             contents = program.unpack(data[first : first + PAGES_PER_MOVE])
             self._state = program.write(self._state, contents, call)
+
+    def _run(self, program: StepProgram, plan: StepPlan, *counts: np.int32) -> jax.Array:
+        """Start a program on a plan; return its result."""
+        packed = self._packing.plan(program.form, plan)
+        self._state, result = program.run(self._params, self._state, packed, *counts)
+        return result
+
+    def _tick(self, entering: StepHandle | None) -> None:
+        """Start a tick, in the shape that holds all groups, which one or none enters."""
+        num_rows = max(self._turns.num_rows, entering.plan.shape.rows if entering else 0)
+        shape = next(shape for shape in decode_shapes(self._config) if shape.rows >= num_rows)
+        plan = entering.plan if entering else StepPlan.of((), (), shape)
+        self._turns.tick(entering, self._run(self._programs.steps[shape], plan))
+
+    def _let_all_leave(self) -> None:
+        """Start as many ticks as groups need to leave the stages."""
+        while not self._turns.empty:
+            self._tick(None)
 
     def _read(self, reads: IntArray) -> None:
         """Have the draft model read computed tokens. Raises ValueError for more than it can at once."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Iterator
 
@@ -20,6 +21,8 @@ WEIGHTS_SHARE = 0.5
 """Of a device's memory, the most that weights take where `auto` chooses: as much again is for pages."""
 _MOST_DEVICES = 1024
 """Up to which the sizes that a model can be cut into are looked for."""
+_LESS = 0.95
+"""Part of a device's weights down to which a larger mesh, or one with stages, brings nothing."""
 _GIB = 2**30
 
 
@@ -123,7 +126,8 @@ def _spanning(option: str | None, model: ModelConfig, num_devices: int, num_proc
     if option is None:
         raise ValueError(f"no mesh is named for {whole}: expected auto, or axes that take them all")
     if option == AUTO:
-        axes = next((axes for axes in _legal(model, num_devices) if mesh_size(axes) == num_devices), None)
+        choices = itertools.chain(_legal(model, num_devices), _staged(model, num_devices))
+        axes = next((axes for axes in choices if mesh_size(axes) == num_devices), None)
         if axes is None:
             raise ValueError(f"mesh auto: the model cannot be cut into as many parts as {whole}")
         logger.info("mesh auto: %s, which takes %s", mesh_name(axes), whole)
@@ -140,26 +144,32 @@ def _spanning(option: str | None, model: ModelConfig, num_devices: int, num_proc
 def _choose(
     model: ModelConfig, num_devices: int, memory: int, weight_bytes: Callable[[MeshAxes], int]
 ) -> MeshAxes:
-    """The smallest mesh whose devices have room for as many bytes of pages as of weights."""
-    axes: MeshAxes = ()
-    for axes in _legal(model, num_devices):
+    """The smallest mesh whose devices have room for as many bytes of pages as of weights; one with stages
+    only where no other has."""
+    best: tuple[int, MeshAxes] | None = None
+    for axes in itertools.chain(_legal(model, num_devices), _staged(model, num_devices)):
         own = weight_bytes(axes)
         if own <= WEIGHTS_SHARE * memory:
             logger.info(
-                "mesh auto: %s of %d devices, the fewest on which weights (%.2f GiB each) leave at least as "
-                "much of %.2f GiB to pages",
+                "mesh auto: %s of %d devices, %sthe fewest on which weights (%.2f GiB each) leave at least "
+                "as much of %.2f GiB to pages",
                 mesh_name(axes),
                 num_devices,
+                "in stages, since without them none does; " if PIPE in dict(axes) else "",
                 own / _GIB,
                 memory / _GIB,
             )
             return axes
+        if best is None or own < _LESS * best[0]:
+            best = own, axes
+    assert best is not None, "a single device is always there"
+    own, axes = best
     logger.info(
-        "mesh auto: %s, the most of %d devices that the model can be cut into; weights take %.2f of %.2f GiB "
-        "each",
+        "mesh auto: %s, about the least that a device of %d can have of the model; weights take %.2f of %.2f "
+        "GiB each",
         mesh_name(axes),
         num_devices,
-        weight_bytes(axes) / _GIB,
+        own / _GIB,
         memory / _GIB,
     )
     return axes
@@ -176,6 +186,17 @@ def _legal(model: ModelConfig, most: int) -> Iterator[MeshAxes]:
             if _obstacle(model, axes) is None:
                 yield axes
                 break
+
+
+def _staged(model: ModelConfig, most: int) -> Iterator[MeshAxes]:
+    """Meshes of up to so many devices with stages, rising; of each size first those with the fewest."""
+    within = [(mesh_size(axes), dict(axes)) for axes in _legal(model, most // 2)]
+    for size in range(2, most + 1):
+        for inner, sizes in reversed(within):
+            if size > inner and size % inner == 0:
+                axes = _axes(**sizes, pipe=size // inner)
+                if _obstacle(model, axes) is None:
+                    yield axes
 
 
 def _nearest(model: ModelConfig, axes: MeshAxes) -> list[MeshAxes]:

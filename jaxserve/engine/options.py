@@ -67,6 +67,10 @@ class EngineOptions:
     """Recipe of the weights of a draft model; by default as `quantize`. "f32" or "bf16" leaves them alone."""
     max_drafts: int = DEFAULT_MAX_DRAFTS
     """Most drafts of an answer in a step."""
+    decode_groups: int | None = None
+    """Groups of sequences that decode in turn, each one stage of `pipe` further in every step, so that all
+    stages work at once: as many as there are stages, or 1 for steps that go through all of them. By default
+    as many as stages; with drafts, several iterations, shape-invariant numerics or a `prefill_mesh` 1."""
     mesh: str | None = None
     """Devices that share the model: `tensor=N`, `expert=N` and `pipe=N`, and `data=N` such groups, each with
     all weights and a part of the sequences; with commas, or "auto", the fewest on which weights leave as much
@@ -77,7 +81,7 @@ class EngineOptions:
     there is room; answers are decoded on the others. None computes all in one place."""
 
     def __post_init__(self) -> None:
-        for name in _SIZES:
+        for name in (*_SIZES, "decode_groups"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ValueError(f"{name} {value!r} is not a whole number from 1 up")

@@ -54,6 +54,8 @@ def check_prefill(
         raise ValueError(f"{name} with {num_processes} processes: it works in a single one")
     if options.host_kv_memory is not None:
         raise ValueError(f"{name} with host_kv_memory {options.host_kv_memory}: one of them at a time")
+    if options.decode_groups is not None and options.decode_groups > 1:
+        raise ValueError(f"{name} with decode_groups {options.decode_groups}: all sequences decode at once")
     if options.speculative is not None and read_speculative(options.speculative).model:
         raise ValueError(f"{name} with speculative {options.speculative!r}: a draft model runs on one device")
     if options.deterministic and own != axes:
@@ -79,6 +81,7 @@ def prefill_options(options: EngineOptions, decoder: EngineConfig) -> EngineOpti
         deterministic=decoder.deterministic,
         speculative=None,
         max_iterations=1,
+        decode_groups=1,
     )
 
 

@@ -13,6 +13,7 @@ import queue
 import signal
 import threading
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,7 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxserve.config import EngineConfig
 from jaxserve.device_loss import DeviceLostError
 from jaxserve.engine.engine import DeviceEngine
-from jaxserve.engine.programs import Programs, SlotPrograms, make_spread_state
+from jaxserve.engine.programs import Programs, SlotPrograms, StepProgram, make_spread_state
 from jaxserve.model.transformer import Params
 from jaxserve.plan import StepHandle, StepPlan, StepResult
 from jaxserve.version import __version__
@@ -73,6 +74,8 @@ class LeadingEngine(DeviceEngine):
     def __init__(self, config: EngineConfig, params: Params, programs: Programs, job: LeadingJob) -> None:
         super().__init__(config, params, programs)
         self._job = job
+        self._results: deque[jax.Array] = deque()
+        """Of steps that were started and not compared with the followers' yet."""
 
     def dispatch(self, plan: StepPlan) -> StepHandle:
         """As any engine's. Raises DeviceLostError if a process is lost."""
@@ -87,7 +90,16 @@ class LeadingEngine(DeviceEngine):
             result = super().collect(handle)
         except jax.errors.JaxRuntimeError as error:
             raise self._reason(error) from error
-        self._job.compare(_checksum(handle.device_result))
+        while True:
+            # Followers tell of each step, also of a tick that nobody waits for.
+            own = self._results.popleft()
+            self._job.compare(_checksum(own))
+            if own is handle.device_result:
+                return result
+
+    def _run(self, program: StepProgram, plan: StepPlan, *counts: np.int32) -> jax.Array:
+        result = super()._run(program, plan, *counts)
+        self._results.append(result)
         return result
 
     def _reason(self, error: Exception) -> Exception:

@@ -45,6 +45,7 @@ from jaxserve.engine.slots import (
 )
 from jaxserve.engine.state import DeviceState, make_state, mask_words
 from jaxserve.engine.step import PlanFormat, run_step
+from jaxserve.engine.ticks import run_tick
 from jaxserve.model.cache import page_layouts
 from jaxserve.model.transformer import LayerLoop, Transformer
 from jaxserve.plan import SamplingParams, SlotLoad, StepPlan, StepShape
@@ -107,9 +108,10 @@ class AbstractEngine:
     def lower(self, form: PlanFormat) -> jax.stages.Lowered:
         """The step of a plan's form."""
         mesh = self.mesh
-        run, counts = (run_step, ()) if form.max_iterations == 1 else (run_iterations, (np.int32(1),))
-        step = functools.partial(run, self.transformer, form)
         config = self.transformer.config
+        whole = run_tick if form.shape.decode and config.decode_groups > 1 else run_step
+        run, counts = (whole, ()) if form.max_iterations == 1 else (run_iterations, (np.int32(1),))
+        step = functools.partial(run, self.transformer, form)
         nothing = packing_for(config).plan(form, StepPlan.of((), (), form.shape))
         if mesh is not None and config.num_replicas > 1:
             step = step_of_replicas(step, self.state, len(counts), mesh)

@@ -13,6 +13,7 @@ from jaxserve.engine.replicas import shardings_of_all
 from jaxserve.engine.state import DeviceState
 from jaxserve.model.cache import CACHE_AXES, Cache
 from jaxserve.model.parameters import ParameterInfo, model_parameters
+from jaxserve.model.pipeline import HANDED_AXES
 from jaxserve.model.spread import segment_specs, weight_specs
 from sharding import DATA, AnyMesh, named_sharding
 
@@ -58,7 +59,11 @@ def state_shardings(state: DeviceState, mesh: AnyMesh) -> DeviceState:
     pools.
     """
     whole = NamedSharding(mesh, PartitionSpec())
-    places = jax.tree.map(lambda _: whole, state).replace(
+    places: Any = jax.tree.map(lambda _: whole, state)
+    if state.ticks is not None:
+        handed = named_sharding(state.ticks.handed_NSD.shape, HANDED_AXES, mesh)
+        places = places.replace(ticks=places.ticks.replace(handed_NSD=handed))
+    places = places.replace(
         cache=cache_shardings(state.cache, mesh),
         # Read and written beside logits, which are cut by vocabulary: whole, it would double their memory.
         counts=named_sharding(state.counts.shape, (None, "vocab"), mesh),

@@ -60,6 +60,18 @@ class SlotSampling:
 
 
 @flax.struct.dataclass
+class TicksInFlight:
+    """The groups between the stages of a pipeline. N stages, S sequences of a group at most."""
+
+    slot_NS: jax.Array
+    """int32 whom each stage took through its layers in the latest tick, a row each; the padding's slot where
+    it had nobody. These slots' known and computed tokens are those from before."""
+    handed_NSD: jax.Array
+    """In the compute format what each stage takes in the next tick, on its own devices: what the one before
+    it has made of its group. Nothing for the first."""
+
+
+@flax.struct.dataclass
 class DeviceState:
     """The authority on every slot. N slots, M tokens at most, G cache groups, P pages a sequence."""
 
@@ -78,6 +90,8 @@ class DeviceState:
     draft_cache: Cache = ()
     """Keys and values of a draft model, on the page ids of the model's full attention; empty without one.
     Of what it has read nothing depends but how good its drafts are."""
+    ticks: TicksInFlight | None = None
+    """None where a decode step takes its sequences through all stages."""
 
 
 def make_state(config: EngineConfig, layouts: tuple[PageLayout, ...]) -> DeviceState:
@@ -109,6 +123,15 @@ def make_state(config: EngineConfig, layouts: tuple[PageLayout, ...]) -> DeviceS
         counts=jnp.zeros((rows, vocab), jnp.int32),
         sampling=sampling,
         draft_cache=make_cache(config.draft, draft_layouts(config, layouts)) if config.draft else (),
+        ticks=_no_ticks(config) if config.decode_groups > 1 else None,
+    )
+
+
+def _no_ticks(config: EngineConfig) -> TicksInFlight:
+    shape = config.decode_groups, config.decode_rows[-1]
+    return TicksInFlight(
+        slot_NS=jnp.full(shape, config.num_slots, jnp.int32),
+        handed_NSD=jnp.zeros((*shape, config.model.hidden_size), jnp.dtype(config.compute_format)),
     )
 
 

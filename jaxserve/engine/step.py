@@ -212,7 +212,7 @@ def advance(
         rejected_R = samples_R & ~accepted_R
         num_computed = num_computed.at[slot_R].add(-rejected_R.astype(jnp.int32))
         sampled = dataclasses.replace(sampled, token=jnp.where(rejected_R, -1, sampled.token))
-    state = _append_tokens(state, slot_R, next_position_R, accepted_R, sampled.token, form.num_slots)
+    state = append_tokens(state, slot_R, next_position_R, accepted_R, sampled.token, form.num_slots)
     return dataclasses.replace(state, cache=cache, num_computed=num_computed), sampled
 
 
@@ -236,7 +236,7 @@ def grant_pages(state: DeviceState, batch: Batch) -> DeviceState:
     return dataclasses.replace(state, page_table=page_table)
 
 
-def _append_tokens(
+def append_tokens(
     state: DeviceState,
     slot_R: jax.Array,
     position_R: jax.Array,

@@ -151,6 +151,11 @@ def swiglu(gate_up_T2F: jax.Array, activation: Activation) -> jax.Array:
     return (act * up).astype(gate_up_T2F.dtype)
 
 
+def rope_kind(kind: LayerKind) -> LayerKind:
+    """The part of a layer kind that its rotary tables depend on."""
+    return LayerKind(rope_theta=kind.rope_theta, rope_scaling=kind.rope_scaling)
+
+
 def rope_tables(kind: LayerKind, head_size: int, position_T: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Cosines and sines `[T, 1, h / 2]` in float32, the layer kind's frequency scaling applied."""
     frequency, factor = _frequencies(kind, head_size)

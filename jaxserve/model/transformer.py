@@ -23,10 +23,10 @@ from jaxserve.model.attention import write_and_attend
 from jaxserve.model.cache import CACHE_AXES, Cache, CacheGroup, LayerPlace, layer_places
 from jaxserve.model.experts import expert_mlp
 from jaxserve.model.layer_weights import LayerWeights
-from jaxserve.model.layers import apply_rope, rms_norm, rope_tables, swiglu
+from jaxserve.model.layers import apply_rope, rms_norm, rope_kind, rope_tables, swiglu
 from jaxserve.model.parameters import EXPERT_NAMES, layer_parameters
 from jaxserve.model.peaks import Peaks, SegmentPeaks, raise_peaks
-from jaxserve.model.pipeline import Ropes, num_parts, run_stages
+from jaxserve.model.pipeline import Pipeline, Ropes, num_parts, run_stages, run_tick
 from jaxserve.model.rows import Rows
 from jaxserve.model.spread import segment_specs, weight_specs
 from jaxserve.model.stages import stages_of
@@ -131,7 +131,7 @@ class Transformer:
         x_TD = embed(params["embed"], token_T, model, self.config.compute_format, self.mesh)
         if model.embed_scale != 1.0:
             x_TD = x_TD * jnp.asarray(model.embed_scale, x_TD.dtype)
-        kinds = dict.fromkeys(_rope_kind(kind) for kind in model.layers)
+        kinds = dict.fromkeys(rope_kind(kind) for kind in model.layers)
         return x_TD, {kind: rope_tables(kind, model.head_size, rows.position_T) for kind in kinds}
 
     @property
@@ -148,30 +148,29 @@ class Transformer:
         keep_R: jax.Array | None,
     ) -> tuple[jax.Array, Cache]:
         """Through the layers as a pipeline."""
-        assert self.mesh is not None
-        stage = stages_of(self.model, self.num_stages).model
+        x_TD, ropes = self._enter(params, token_T, rows)
+        # One row of each sequence costs the reading of all matrices, in however many parts.
+        parts = 1 if single else num_parts(x_TD.shape[0], self.num_stages, self.target.platform)
+        pipeline = self._pipeline(params, single)
+        return run_stages(pipeline, cache, x_TD, rows, ropes, keep_R, parts=parts, single=single)
 
-        def run_layers(
+    def tick(
+        self, params: Params, cache: Cache, token_S: jax.Array, handed_NSD: jax.Array, rows: Rows
+    ) -> tuple[jax.Array, jax.Array, Cache]:
+        """What `run_tick` gives, of the tokens that enter and the rows of the groups in all stages."""
+        x_SD, ropes = self._enter(params, token_S, rows)
+        return run_tick(self._pipeline(params, True), cache, x_SD, handed_NSD, rows, ropes)
+
+    def _pipeline(self, params: Params, single: bool) -> Pipeline:
+        assert self.mesh is not None
+        layers, num_layers = params["segments"], stages_of(self.model, self.num_stages).model.num_layers
+
+        def run_own(
             layers: Any, x_TD: jax.Array, cache: Cache, rows: Rows, ropes: Ropes
         ) -> tuple[jax.Array, Cache]:
-            own = layers, x_TD, (cache, None), rows, ropes, single, stage.num_layers
-            return self._run_layers(*own)[:2]
+            return self._run_layers(layers, x_TD, (cache, None), rows, ropes, single, num_layers)[:2]
 
-        x_TD, ropes = self._enter(params, token_T, rows)
-        return run_stages(
-            run_layers,
-            params["segments"],
-            cache,
-            x_TD,
-            rows,
-            ropes,
-            keep_R,
-            mesh=self.mesh,
-            specs=segment_specs(params["segments"], self.model, self.mesh),
-            # One row of each sequence costs the reading of all matrices, in however many parts.
-            parts=1 if single else num_parts(x_TD.shape[0], self.num_stages, self.target.platform),
-            single=single,
-        )
+        return Pipeline(run_own, layers, segment_specs(layers, self.model, self.mesh), self.mesh)
 
     def _run_layers(
         self,
@@ -258,7 +257,7 @@ class Transformer:
         """Attention and feed-forward, each with its norms and residual sum."""
         model = self.model
         normed_TD = self._norm(x_TD, layer.small("attn_norm"))
-        rope = ropes[_rope_kind(kind)]
+        rope = ropes[rope_kind(kind)]
         mixed_TD, cache = self._attention(kind, layer, group, index, normed_TD, cache, rows, rope, single)
         if model.post_norms:
             mixed_TD = self._norm(mixed_TD, layer.small("post_attn_norm"))
@@ -393,8 +392,3 @@ class Transformer:
         )
         mixed = mixed_THh.reshape(num_rows, -1, model.queries_per_kv, model.head_size)
         return shard_sum(layer.linear("o", mixed), "kv_heads", self.mesh), pages
-
-
-def _rope_kind(kind: LayerKind) -> LayerKind:
-    """The part of a layer kind that its rotary tables depend on."""
-    return LayerKind(rope_theta=kind.rope_theta, rope_scaling=kind.rope_scaling)

@@ -29,7 +29,7 @@ def join_parts(parts: Mapping[int, ScheduledStep], limits: EngineLimits, table: 
         max(plan.num_rows for plan in plans),
         max(len(plan.slots) for plan in plans),
         max(num_logit_rows),
-        all(plan.num_rows == len(plan.slots) for plan in plans),
+        all(plan.shape.decode for plan in plans),
     )
 
     def joined(column: Callable[[StepPlan], IntArray]) -> IntArray:

@@ -36,7 +36,8 @@ class RunningPages:
         self._prompts = prompts
         self._cache = cache
         self.grants: dict[int, list[tuple[int, int, int, int]]] = {}
-        """What the step in the making gives to running requests, by slot: (group, slot, index, page)."""
+        """What running requests have been given that no step has told the device yet, by slot: (group, slot,
+        index, page). Where groups decode in turn, a step may leave out requests that it found pages for."""
         self.num_preemptions = 0
 
     def find(self, decoding: IntArray, now: float) -> IntArray:
@@ -84,10 +85,10 @@ class RunningPages:
         for slot, num_tokens in zip(decoding[short].tolist(), wanted[short].tolist(), strict=True):
             self.grow(table.at(slot), num_tokens)
 
-    @property
-    def all_grants(self) -> list[tuple[int, int, int, int]]:
-        """What the step in the making gives to anybody."""
-        return [grant for grants in self.grants.values() for grant in grants]
+    def take_grants(self, slots: IntArray | None = None) -> list[tuple[int, int, int, int]]:
+        """What the step in the making tells the device of: the grants of these slots, or of all."""
+        told = list(self.grants) if slots is None else slots.tolist()
+        return [grant for slot in told for grant in self.grants.pop(slot, ())]
 
     def grow(self, request: Request, num_tokens: int) -> None:
         """Give a request pages for its first `num_tokens` tokens; they must be free."""

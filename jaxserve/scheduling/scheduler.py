@@ -37,6 +37,7 @@ from jaxserve.scheduling.slots import Cohort, SlotTable
 from jaxserve.scheduling.step import Round, ScheduledStep, StepBuilder
 from jaxserve.scheduling.step_budget import TokenBudget
 from jaxserve.scheduling.terms import DEFAULT_TERMS, ServiceTerms
+from jaxserve.scheduling.turns import steps_under_way, take_turns
 from jaxserve.speculation import Speculation
 
 DEFAULT_POLICY = SchedulerPolicy()
@@ -146,6 +147,11 @@ class Scheduler:
         """Steps planned and not retired."""
         return len(self._in_flight)
 
+    @property
+    def num_under_way(self) -> int:
+        """Of these the latest, which may come to their end only in steps that have yet to be planned."""
+        return len(steps_under_way(self._in_flight, self.limits))
+
     def max_tokens(self, prompt_len: int, params: SamplingParams) -> int:
         """The longest answer to a prompt of so many tokens. Thread-safe."""
         return self.limits.longest_answer(prompt_len, params.max_tokens)
@@ -224,8 +230,6 @@ class Scheduler:
         """
         if self._in_flight and self.drafting is not None and self.drafting.active:
             return None
-        for replica in self._replicas:
-            replica.pages.grants.clear()
         self._newcomers.make_way(now)
         num_preemptions = [replica.pages.num_preemptions for replica in self._replicas]
         in_flight = self._who_is_in_flight()
@@ -239,6 +243,8 @@ class Scheduler:
         hurdle = self._newcomers.admit(open_to, now, in_flight) if open_to else "pages"
         if self.limits.max_iterations > 1 and not len(self._queue):
             self._rows.iterate(steps)
+        if self.limits.decode_groups > 1:
+            take_turns(steps, steps_under_way(self._in_flight, self.limits), self.limits)
         scheduled = self._build(steps)
         if scheduled is not None:
             self._begin(scheduled, chunked, now)
@@ -329,13 +335,16 @@ class Scheduler:
     def _build(self, steps: Sequence[StepBuilder]) -> ScheduledStep | None:
         """The step of these parts, one of each replica; None if they are all empty."""
         if len(self._replicas) == 1:
-            return steps[0].build(self._replicas[0].pages.all_grants)
+            return steps[0].build(self._take_grants(0, steps[0]))
         parts: dict[int, ScheduledStep] = {}
-        for number, replica in enumerate(self._replicas):
-            part = steps[number].build(replica.pages.all_grants)
+        for number in range(len(self._replicas)):
+            part = steps[number].build(self._take_grants(number, steps[number]))
             if part is not None:
                 parts[number] = part
         return join_parts(parts, self.limits, self._table) if parts else None
+
+    def _take_grants(self, replica: int, step: StepBuilder) -> list[tuple[int, int, int, int]]:
+        return self._replicas[replica].pages.take_grants(step.decoding if step.narrowed else None)
 
     def _begin(self, scheduled: ScheduledStep, chunked: list[Request], now: float) -> None:
         """A step has been planned; those in `chunked` and those it admits compute prompts."""

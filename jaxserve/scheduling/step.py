@@ -131,6 +131,8 @@ class StepBuilder:
         self._table = table
         self.decoding = decoding
         """The slots that only decode."""
+        self.narrowed = False
+        """Whether others that only decode wait for their turn."""
         self._rows_left = largest.rows - len(decoding)
         self._logit_rows_left = largest.logit_rows - len(decoding)
         self._sequences_left = largest.sequences - len(decoding)
@@ -167,6 +169,12 @@ class StepBuilder:
     def num_spare(self) -> int:
         """Rows for drafts that leave one for each of the others, and one for another request."""
         return min(self._rows_left, self._logit_rows_left) - self.num_reserved - 1
+
+    def narrow(self, decoding: IntArray) -> None:
+        """Let only some of the slots decode, in a step that does nothing else."""
+        self.narrowed = len(decoding) < len(self.decoding)
+        if self.narrowed:
+            self.decoding = decoding
 
     def verify(self, drafts: Drafts) -> None:
         """Let the sequences that decode verify drafts, `num_spare` at most."""
@@ -231,7 +239,9 @@ class StepBuilder:
         num_drafts = self._drafts_of(slots)
         self._count(slots, num_tokens - num_drafts, sampling)
         num_rows = int(num_tokens.sum())
-        shape = self._limits.fit(num_rows, len(slots), int(row_ends[-1]), num_rows == len(slots))
+        # Where a decode step is a tick, whoever is under way could have no row in one.
+        decode = num_rows == len(slots) and self._limits.decode_groups == 1
+        shape = self._limits.fit(num_rows, len(slots), int(row_ends[-1]), decode)
         return ScheduledStep(
             StepPlan(
                 slots,

@@ -176,15 +176,16 @@ class TokenBudget:
     def max_decoding(self, tightest_tpot: float) -> int:
         """Answers that can go on side by side in steps that keep `tightest_tpot`; no bound, which is the
         number of slots, where a step for a single one would miss it."""
-        limit = self._headroom * tightest_tpot
-        shapes = self._limits.decoding_shapes
+        # An answer has a row in one of as many steps as there are groups.
+        num_groups, shapes = self._limits.decode_groups, self._limits.decoding_shapes
+        limit = self._headroom * tightest_tpot / num_groups
         if limit == inf or self.times.predict(shapes[0].rows, 1) > limit:
             return self._limits.num_slots
         for shape, smaller in zip(shapes[:0:-1], shapes[-2::-1], strict=True):
             most = self.times.most_rows(shape.rows, limit)
             if most > smaller.rows:
-                return int(min(most, shape.rows))
-        return shapes[0].rows
+                return num_groups * int(min(most, shape.rows))
+        return num_groups * shapes[0].rows
 
     def _target(self, num_decoding: int, tightest_tpot: float) -> float:
         """Seconds that the next step may take."""
@@ -194,9 +195,11 @@ class TokenBudget:
         return max(tightest_tpot * self._headroom, alone * _LEAST_STRETCH if alone > tightest_tpot else 0.0)
 
     def _alone(self, num_decoding: int) -> float:
-        """Seconds of a step without any prompt."""
-        rows = next((s.rows for s in self._limits.decoding_shapes if s.rows >= num_decoding), num_decoding)
-        return self.times.predict(rows, num_decoding)
+        """Seconds in which each of the answers moves on by a token without any prompt."""
+        num_groups = self._limits.decode_groups
+        used = -(-num_decoding // num_groups)
+        rows = next((shape.rows for shape in self._limits.decoding_shapes if shape.rows >= used), used)
+        return num_groups * self.times.predict(rows, used)
 
     def _fill(self, shapes: list[StepShape], num_decoding: int) -> StepShape:
         """The largest shape that `max_chunk` can fill, to the row: a chunk that spilled a few rows into the

@@ -153,3 +153,14 @@ def test_bad_options_are_named(options: dict[str, float], message: str) -> None:
 def test_a_time_that_cannot_be_is_refused(time: float) -> None:
     with pytest.raises(ValueError, match="a step cannot take"):
         StepTimes().observe(64, 64, time)
+
+
+def test_an_answer_has_a_row_in_one_step_of_as_many_as_there_are_groups() -> None:
+    grouped_limits = make_limits(num_slots=128, decode_groups=4, chunk_rows=(64, 256, 1024))
+    plain, grouped = trained(TokenBudget(LIMITS)), trained(TokenBudget(grouped_limits))
+    for tpot in (0.0058, 0.006, 0.0064):
+        most = plain.max_decoding(tpot)
+        assert 1 < most < 32
+        assert grouped.max_decoding(4 * tpot) == 4 * most
+    # Four steps of 9 take 22 ms in all: a step with a prompt may take half as long again, not one step of 9.
+    assert grouped.budget(33, 0.0205) == 256 - 33

@@ -39,7 +39,7 @@ from tests.policies import UNFORESEEN
 
 NUM_NEW = 12
 ROWS = 4
-"""Of a decode step."""
+"""Slots, each with a row in a decode step, or in one of as many as there are stages."""
 SETTINGS: dict[str, Any] = {
     "num_slots": ROWS,
     "max_model_len": 128,
@@ -99,7 +99,12 @@ CASES = {
         ),
         ("expert=4", "tensor=2,expert=4", "data=2,expert=4"),
     ),
-    "int8": Case(DENSE, ("tensor=4", "tensor=2,pipe=2"), {"quantize": "int8", "kv_format": "int8"}),
+    # The stages one after another in each step.
+    "int8": Case(
+        DENSE,
+        ("tensor=4", "tensor=2,pipe=2"),
+        {"quantize": "int8", "kv_format": "int8", "decode_groups": 1},
+    ),
     # Five layers on two stages or four: some have one less than others.
     "stages": Case(
         dataclasses.replace(DENSE, num_kv_heads=2, layers=(LayerKind(),) * 5, tie_embeddings=False),
@@ -191,7 +196,8 @@ def build(
     changed: Callable[[EngineConfig], EngineConfig] = lambda config: config,
 ) -> tuple[DeviceEngine, Any]:
     """An engine of random weights, and these as it has them; `changed`: of the config that options make."""
-    config = dataclasses.replace(resolve_here(model, options), decode_rows=(ROWS,), chunk_rows=(32,))
+    config = resolve_here(model, options)
+    config = dataclasses.replace(config, decode_rows=(config.slots_of_group,), chunk_rows=(32,))
     config = changed(config)
     mesh, recipe = mesh_of(config), recipe_in_force(config)
     layer_loop = layer_loop_for(local_target(), spread=mesh is not None)

@@ -13,7 +13,7 @@ from jaxserve.engine.memory import weight_bytes
 from jaxserve.engine.mesh import require_devices, resolve_mesh, spread_model
 from jaxserve.engine.options import EngineOptions
 from jaxserve.planning.models import find_model
-from sharding import MeshAxes, mesh_name, parse_mesh
+from sharding import MeshAxes, mesh_name, mesh_size, parse_mesh
 from tests.sharding.test_shardings import MODEL
 
 GIB = 2**30
@@ -127,6 +127,30 @@ def test_auto_takes_the_fewest_devices_that_leave_room_for_pages(
     assert "mesh auto: " in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("num_devices", "gib", "mesh", "why"),
+    [
+        (8, 4.0, "tensor=2", "the fewest on which weights (1."),
+        # Two heads are for two devices; what these leave is cut in stages.
+        (8, 2.1, "tensor=2,pipe=2", "in stages, since without them none does; the fewest"),
+        (8, 1.1, "tensor=2,pipe=4", "in stages, since without them none does; the fewest"),
+        (3, 1.1, "tensor=2", "about the least that a device of 3 can have"),
+    ],
+)
+def test_auto_cuts_in_stages_what_cannot_be_cut_otherwise(
+    num_devices: int, gib: float, mesh: str, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = dataclasses.replace(DENSE, num_heads=2, num_kv_heads=2, layers=(LayerKind(),) * 12)
+
+    def weights(axes: MeshAxes) -> int:
+        return int(3.7 * GIB / mesh_size(axes))
+
+    with caplog.at_level(logging.INFO, "jaxserve"):
+        found = resolve_mesh("auto", model, num_devices, "tpu", lambda: int(gib * GIB), weights)
+    assert mesh_name(found) == mesh
+    assert why in caplog.text
+
+
 def test_auto_on_a_cpu_is_one_device_since_more_gain_nothing(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "jaxserve"):
         assert resolve_mesh("auto", MODEL, 8, "cpu", lambda: 0, lambda axes: 0) == ()
@@ -143,6 +167,8 @@ def test_a_job_of_several_processes_takes_all_of_their_devices() -> None:
     layers = dataclasses.replace(DENSE, layers=(LayerKind(),) * 2)
     assert spanning("tensor=2,pipe=2", layers, 4) == "tensor=2,pipe=2"
     assert spanning("auto", DENSE, 2) == "tensor=2"
+    few_heads = dataclasses.replace(layers, num_heads=2, num_kv_heads=2)
+    assert spanning("auto", few_heads, 4) == "tensor=2,pipe=2"
 
 
 @pytest.mark.parametrize(
