@@ -7,6 +7,7 @@ host predicts both exactly one step ahead, which lets it plan a step before it h
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
@@ -228,7 +229,7 @@ class StepPlan:
         granted = np.array(rows, np.int32).reshape(-1, 4)
         return cls(columns[:, 0], columns[:, 1], columns[:, 2], granted, shape)
 
-    @property
+    @functools.cached_property
     def num_rows(self) -> int:
         return int(self.num_tokens.sum())
 

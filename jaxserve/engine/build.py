@@ -288,7 +288,7 @@ def resolve_config(
         max_model_len=max_model_len,
         num_slots=num_slots,
         decode_rows=ladder(fewest, num_slots),
-        chunk_rows=_chunk_rows(options, fewest, num_slots, max_chunk, on_cpu=on_cpu),
+        chunk_rows=_chunk_rows(options, fewest, num_slots, max(max_chunk, num_slots), on_cpu=on_cpu),
         compute_format=dtype,
         recipe=_resolve_recipe(options),
         max_logprobs=min(options.max_logprobs, model.vocab_size),
@@ -318,11 +318,10 @@ def _has_exact_products(model: ModelConfig, quantize: str | None) -> bool:
 
 
 def _chunk_rows(
-    options: EngineOptions, fewest: int, num_slots: int, max_chunk: int, *, on_cpu: bool
+    options: EngineOptions, fewest: int, num_slots: int, longest: int, *, on_cpu: bool
 ) -> tuple[int, ...]:
     """Rows of the steps that take chunks of prompts or verify drafts, and in the shape-invariant mode of all
     steps."""
-    longest = max(max_chunk, num_slots)
     if options.deterministic and fewest > 1:
         return ladder(fewest, longest)
     single = ladder(fewest, num_slots) if options.deterministic else ()

@@ -88,9 +88,11 @@ class DraftPace:
         return self._limits.fit(rows, num_decoding, rows, False) if num_drafts else None
 
     def seconds(self, num_decoding: int, shape: StepShape | None, num_rounds: int) -> float:
-        """What a step is expected to take that verifies drafts in a shape, or for None a plain one."""
+        """What a step is expected to take that verifies drafts in a shape, or for None has none: it was
+        waited for all the same."""
         if shape is None:
-            return self._plain.predict(self.plain_kind(num_decoding))
+            kind = self.plain_kind(num_decoding)
+            return self._waited.typical(kind) or self._plain.predict(kind)
         return self._waited.predict(StepKind(shape, num_rounds))
 
     def plain_kind(self, num_decoding: int) -> StepKind:

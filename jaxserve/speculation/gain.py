@@ -8,7 +8,6 @@ from statistics import median
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from jaxserve.plan import IntArray, StepShape
 
@@ -146,13 +145,19 @@ def worthwhile_counts(
 
     Returns int32 [sequences].
     """
-    owners = np.repeat(np.arange(len(rates)), lengths)
-    places = np.concatenate([np.arange(1, length + 1) for length in lengths])
     # The chance that a draft becomes a token falls along an answer: the likeliest first keep its order.
-    chances: npt.NDArray[np.float64] = np.asarray(rates, np.float64)[owners] ** places
-    order = np.argsort(-chances, kind="stable")[:max_drafts]
-    expected = num_decoding + np.concatenate([[0.0], np.cumsum(chances[order])])
-    longest = np.concatenate([[0], np.maximum.accumulate(places[order])])
-    times = np.array([seconds(number, int(most)) for number, most in enumerate(longest)])
-    best = int(np.argmax(expected / np.maximum(times, 1e-9)))
-    return np.bincount(owners[order[:best]], minlength=len(rates)).astype(np.int32)
+    chances = [
+        (rate**place, owner, place)
+        for owner, (rate, length) in enumerate(zip(rates, lengths, strict=True))
+        for place in range(1, length + 1)
+    ]
+    chances.sort(key=lambda chance: -chance[0])
+    expected, longest, best, num_best = float(num_decoding), 0, 0.0, 0
+    for number in range(min(len(chances), max_drafts) + 1):
+        if number:
+            expected += chances[number - 1][0]
+            longest = max(longest, chances[number - 1][2])
+        worth = expected / max(seconds(number, longest), 1e-9)
+        if worth > best:
+            best, num_best = worth, number
+    return np.bincount([owner for _, owner, _ in chances[:num_best]], minlength=len(rates)).astype(np.int32)
