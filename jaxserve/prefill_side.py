@@ -101,7 +101,7 @@ class PrefillSide:
             raise ValueError(f"prompts are computed apart for one replica, not {decoder.num_replicas}")
         self._engine = engine
         self._link = link
-        self._page_size = own.page_size
+        self._limits = decoder
         self._scheduler = Scheduler(own, policy=SchedulerPolicy.first_come(), cache=cache)
         self._in_flight: deque[tuple[ScheduledStep, StepHandle]] = deque()
         self._twins: dict[Request, Request] = {}
@@ -151,7 +151,7 @@ class PrefillSide:
         prefilled, request.prefilled = request.prefilled, None
         if prefilled is None or not prefilled.num_tokens:
             num_tokens = len(load.tokens) - load.num_computed
-            if prefilled or is_worth_lending(request, num_tokens, self._page_size):
+            if prefilled or is_worth_lending(request, num_tokens, self._limits):
                 self._num_local["pages" if prefilled else self._obstacle] += 1
             return
         twin = self._twins[request]

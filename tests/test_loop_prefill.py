@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
+from random import Random
 from typing import Any
 
 import pytest
@@ -263,3 +265,62 @@ def test_engines_that_do_not_fit_are_refused(changes: dict[str, Any], message: s
     one, other = FakeEngine(LIMITS), dataclasses.replace(LIMITS, **changes)
     with pytest.raises(ValueError, match=message):
         PrefillSide(one, FakePageLink(one, FakeEngine(LIMITS)), other)
+
+
+def soak(seed: int) -> dict[str, int]:
+    """Random requests, ends and steps in pools that are too small for all; how often what happened."""
+    random = Random(seed)
+    num_pages = random.choice([(9,), (15,), (15, 6), (25, 9)])
+    limits = make_limits(
+        num_slots=random.randint(1, 5),
+        num_pages=num_pages,
+        windows=(0, 6)[: len(num_pages)],
+        max_model_len=44,
+        chunk_rows=(8, 16),
+        max_iterations=random.choice([1, 4]),
+        copies_pages=random.random() < 0.7,
+    )
+    served = Served(
+        limits,
+        cache=random.choice([CACHE, None]),
+        num_slots=random.randint(1, 4),
+        num_pages=[max(2, int(pages * random.choice([0.5, 1.0, 2.0]))) for pages in num_pages],
+    )
+    served.prefill.engine.steps_done = 0
+    longest = (min(limits.longest_sequence, 32) - 8) or 1
+    for number in range(random.randint(4, 14)):
+        params = SamplingParams(
+            temperature=random.choice([0.0, 1.0]),
+            seed=number,
+            n=random.choice([1, 1, 1, 2]),
+            max_tokens=random.randint(1, 8),
+            ignore_eos=random.random() < 0.8,
+            prompt_logprobs=random.choice([None, None, None, 0]),
+        )
+        deadline = served.now + random.choice([2.0, 8.0]) if random.random() < 0.1 else None
+        start = random.choice([1, 1, number])
+        served.add(str(number), text(start, random.randint(1, longest)), params, deadline=deadline)
+        for _ in range(random.choice([0, 0, 1, 3, 9])):
+            served.now += 0.25
+            engine = served.prefill.engine
+            engine.steps_done = max(engine.steps_done, engine.num_collected) + random.choice([0, 1, 2])
+            served.step()
+        if random.random() < 0.1:
+            served.loop.abort(str(random.randint(0, number)))
+        if random.random() < 0.03:
+            served.loop.clear_prefix_cache()
+    served.finish()
+    moved = served.prefills
+    return {
+        "prompts": moved.num_prompts,
+        **moved.num_local,
+        "preempted": served.loop.snapshot().num_preemptions,
+    }
+
+
+def test_whatever_happens_no_request_is_lost_and_every_answer_is_right() -> None:
+    totals: Counter[str] = Counter()
+    for seed in range(100):
+        totals.update(soak(seed))
+    assert totals["prompts"] > 200
+    assert min(totals[name] for name in ("slots", "pages", "preempted")) > 10

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from jaxserve.plan import EngineLimits
 from jaxserve.scheduling.prefix_caches import PrefixCaches
 from jaxserve.scheduling.queue import RequestQueue
 from jaxserve.scheduling.request import Request
@@ -15,10 +16,10 @@ _MAX_PASSED = 4
 class Lending:
     """The requests that are away. They are out of the queue, which they go back to for a slot."""
 
-    def __init__(self, queue: RequestQueue, cache: PrefixCaches | None, page_size: int) -> None:
+    def __init__(self, queue: RequestQueue, cache: PrefixCaches | None, limits: EngineLimits) -> None:
         self._queue = queue
         self._cache = cache
-        self._page_size = page_size
+        self._limits = limits
         self._away: dict[Request, None] = {}
 
     def __len__(self) -> int:
@@ -39,7 +40,7 @@ class Lending:
             if request is None:
                 return None
             num_cached = 0 if self._cache is None else self._cache.num_cached(request)
-            if is_worth_lending(request, request.num_known - num_cached, self._page_size):
+            if is_worth_lending(request, request.num_known - num_cached, self._limits):
                 if not has_room(request.num_known - 1):
                     return None
                 self._queue.lend(request, num_cached)
@@ -64,15 +65,17 @@ class Lending:
         self._away.pop(request, None)
 
 
-def is_worth_lending(request: Request, num_tokens: int, page_size: int) -> bool:
+def is_worth_lending(request: Request, num_tokens: int, limits: EngineLimits) -> bool:
     """Whether the text of a waiting request, of which so many tokens are not computed, is to be computed
     elsewhere.
 
     Not a page or less, nor where logits of its rows are wanted, or a token of it is under way or has not been
-    seen; not that of a further sample, which starts on the pages of the first; and not twice.
+    seen; not that of a further sample, which starts on the pages of the first, nor of the first if others
+    start on its full pages alone, which its last token need not read; and not twice.
     """
     return (
-        num_tokens > page_size
+        num_tokens > limits.page_size
+        and (limits.copies_pages or request.submission.params.n == 1)
         and request.prefilled is None
         and not (request.sample_index or request.num_pending or request.held)
         and request.submission.params.prompt_logprobs is None

@@ -102,7 +102,7 @@ class Scheduler:
         self._rows = RunningRows(
             limits, self.max_chunk, self._table, self._queue, self._replicas, self.budget, self.drafting
         )
-        self._lending = Lending(self._queue, self.cache, limits.page_size)
+        self._lending = Lending(self._queue, self.cache, limits)
         self._newcomers = Newcomers(self._table, self._queue, self._replicas, self.cache, self.budget)
         self.num_kept_out: dict[Hurdle, int] = dict.fromkeys(HURDLES, 0)
         """Steps that left requests waiting, by what these waited for; since the beginning."""

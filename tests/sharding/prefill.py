@@ -31,10 +31,11 @@ from tests.sharding.engines import CASES, SETTINGS, build, margin
 
 PAIRS = {
     # Two KV heads: four devices have them twice each, which is said once on the way.
-    "dense": (("tensor=2", "tensor=2"), ("tensor=4", "tensor=2"), (None, "tensor=4")),
+    "dense": (("tensor=4", "tensor=2"), (None, "tensor=4")),
     # So few pages that requests must give way to others.
     "windowed": (("tensor=2", "tensor=4"),),
-    "moe": (("expert=4", "tensor=2,expert=2"),),
+    # Each device has a counterpart, to which it sends its part.
+    "moe": (("tensor=2,expert=2", "tensor=2,expert=2"),),
     "int8": (("tensor=4", "tensor=2"),),
     "stages of windows": (("pipe=2", "tensor=2,pipe=2"),),
 }
