@@ -55,3 +55,19 @@ def test_the_order_on_tpu_is_that_of_the_stored_schedules() -> None:
     assert len(peers) >= 6
     for (chip, shape), ratio in peers.items():
         assert ratios[chip, shape.removesuffix(" peer")] <= ratio, (chip, shape)
+
+
+def test_four_bits_are_the_kernels_on_gpu_since_xla_writes_them_out_widened() -> None:
+    stored = json.loads((REPOSITORY / "benchmarks/results/gpu-check-compiled.json").read_text())["compiled"]
+    temporaries = {line["name"]: line["temporaries"] for line in stored}
+    widened_bytes = 2 * 8192 * 28672
+    for rows in ("few rows", "many rows"):
+        names = [name for name in temporaries if name.startswith(f"{rows} of bfloat16 times uint4x2")]
+        for name in names:
+            by_xla = name.endswith(" of xla")
+            assert (temporaries[name] >= widened_bytes) == by_xla, name
+        assert len(names) >= 2
+    (gpu,) = (entry for entry in IMPLEMENTATIONS if entry.name == "gpu")
+    many = {"rows": ((2048, 8192), "bfloat16"), "num_groups": 64, "has_zeros": False}
+    assert gpu.outdone(**many, values=((1, 28672, 4096), "uint8")) is None
+    assert gpu.outdone(**many, values=((1, 28672, 8192), "int8")) is not None
