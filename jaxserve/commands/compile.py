@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import json
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, get_args
@@ -103,9 +102,10 @@ class Compile:
             for report, of_step in _compiled(engine, args.kernels):
                 reports.append(report)
                 kernels.update(of_step or ())
-                line = _table_line(report, engine, chip)
-                print(_json_line(report, engine, of_step) if args.json else line)
-                sys.stdout.flush()
+                if args.json:
+                    print(_json_line(report, engine, of_step), flush=True)
+                else:
+                    print(_table_line(report, engine, chip), flush=True)
         fits = max(report.peak_bytes for report in reports) <= chip.memory_bytes
         if not args.json:
             _print_foot(engine, chip, reports)
