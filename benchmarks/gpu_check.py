@@ -4,10 +4,11 @@
     python -m benchmarks.gpu_check --smallest    # the smallest case alone, interpreted where there is no GPU
     python -m benchmarks.gpu_check --compile     # the same programs through the GPU compiler, no GPU needed
 
-First the numbers of the attention kernel over the shared cases, beside the reference's, both against double
-precision. Then times, each beside a peak that the same run measured: decode attention (64 sequences of 4,096
-tokens, 8 queries a kv head) and products of few rows in eight bits against the bandwidth of a copy, prefill
-attention against the rate of a product in bfloat16, with XLA's and cuDNN's attention on the same inputs.
+First the numbers of the kernels, attention and products by quantised matrices, over the shared cases, beside
+the reference's, both against double precision. Then times, each beside a peak that the same run measured:
+decode attention (64 sequences of 4,096 tokens, 8 queries a kv head) and products of few rows in eight and
+four bits against the bandwidth of a copy, prefill attention and products of many rows against the rate of a
+product in bfloat16, with XLA's and cuDNN's attention, and XLA's products, on the same inputs.
 What takes longer than the time that is left (`--seconds`, 8 minutes) is left out, and said so.
 """
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import subprocess
@@ -29,13 +31,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks import gpu_products
 from benchmarks.machine import describe
 from jaxserve.engine.machines import COMPILER_ENVIRONMENT, Machine
-from jaxserve.model.layers import linear
-from jaxserve.quantization.formats import format_named
-from jaxserve.quantization.weight import quantise
 from pallas_kernels.dispatch import Target, default_target
 from pallas_kernels.page_layout import PageLayout
+from pallas_kernels.quantised_matmul.cases import MatmulCase
 from pallas_kernels.ragged_paged_attention import AttentionParams, ragged_paged_attention
 from pallas_kernels.ragged_paged_attention.cases import (
     CASES,
@@ -48,12 +49,11 @@ from pallas_kernels.ragged_paged_attention.gpu import MAX_HEAD_SIZE
 
 SEQUENCES, CONTEXT, KV_HEADS, QUERIES, HEAD_SIZE, PAGE_SIZE = 64, 4096, 8, 8, 128, 64
 PROMPTS, PROMPT = 2, 4096
-INPUTS, OUTPUTS, ROWS = 8192, 28672, (1, 8, 64)
 PRODUCT = 8192
 """Rows and columns of the matrices that measure the rate of products."""
 COPIED_BYTES = 4 << 30
 REPEATS, ROUNDS = 20, 5
-WANTED = {"decode attention": 0.85, "prefill attention": 0.6, "product": 0.8}
+WANTED = {"decode attention": 0.85, "prefill attention": 0.6, "few rows": 0.8}
 """Shares of the peak that were set out to be reached."""
 SMALLEST = AttentionCase(64, 1, 2, "bfloat16", "", "bfloat16", 16, context_len=(70, 5), num_rows=(1, 1))
 
@@ -94,13 +94,16 @@ def main() -> None:
     target = dataclasses.replace(default_target(), overrides=(("ragged_paged_attention", "gpu"),))
     cases = [SMALLEST] if arguments.smallest else [SMALLEST, *gpu_cases()]
     report["numbers"] = [numbers(case, single, target) for case in cases for single in (True, False)]
+    products = [gpu_products.SMALLEST] if arguments.smallest else gpu_products.cases()
+    report["products"] = [gpu_products.numbers(case) for case in products]
     if not arguments.smallest:
         deadline = started + arguments.seconds
         report["times"] = times(timed_programs(target), deadline, lambda: write(report, arguments.json))
     report["seconds"] = round(time.monotonic() - started, 1)
     write(report, arguments.json)
     print(json.dumps(report, indent=1))
-    raise SystemExit(0 if all(line["right"] for line in report["numbers"]) else 1)
+    checked = report["numbers"] + report["products"]
+    raise SystemExit(0 if all(line["right"] for line in checked) else 1)
 
 
 def write(report: dict[str, Any], path: Path | None) -> None:
@@ -184,7 +187,7 @@ def timed_programs(target: Target) -> list[Timed]:
         *(decode_peer(name) for name in ("xla", "cudnn")),
         prefill(target),
         *(prefill_peer(name) for name in ("xla", "cudnn")),
-        *(product(name, rows) for name in ("int8-weight-only", "w8a8", "fp8") for rows in ROWS),
+        *(product(line, by, target) for line in gpu_products.TIMED for by in ("gpu", "reference")),
     ]
 
 
@@ -302,13 +305,16 @@ def prefill_peer(implementation: str) -> Timed:
     )
 
 
-def product(format_name: str, rows: int) -> Timed:
+def product(case: MatmulCase, by: str, target: Target) -> Timed:
+    """By the kernel, or by XLA as it does the reference."""
+    many = case.num_rows > max(gpu_products.FEW_ROWS)
     return Timed(
-        f"product {format_name}, {rows} rows",
-        linear,
-        lambda: (random((rows, INPUTS)), quantise(random((OUTPUTS, INPUTS)), format_named(format_name))),
-        "bytes",
-        float(INPUTS * OUTPUTS),
+        gpu_products.name(case) + (" of xla" if by == "reference" else ""),
+        functools.partial(gpu_products.multiply, case, gpu_products.by(by, target)),
+        functools.partial(gpu_products.make, case),
+        "operations" if many else "bytes",
+        gpu_products.operations(case) if many else gpu_products.matrix_bytes(case),
+        peer=by == "reference",
     )
 
 

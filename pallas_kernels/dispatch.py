@@ -1,7 +1,8 @@
 """Which implementation of an operation runs: by platform, then by what each can do, in measured order.
 
 An operation has a table of implementations, the fastest first. The first one made for the platform that can
-do what is asked is taken; a name in `Target.overrides` goes before all that. Each choice is logged once.
+do what is asked is taken, unless one further down is known to be faster at it; a name in `Target.overrides`
+goes before all that. Each choice is logged once, with the stored measurement it rests on, if there is one.
 """
 
 from __future__ import annotations
@@ -64,8 +65,9 @@ class Implementation:
     obstacle: Callable[..., str | None] = lambda **_: None
     """From what is static about a call to the reason why this cannot do it, or None."""
     outdone: Callable[..., str | None] = lambda **_: None
-    """The same to the reason why one further down the table is faster, by what was measured; an override by
-    name does not ask."""
+    """The same to the reason why one further down the table is faster; an override by name does not ask."""
+    evidence: str = ""
+    """The file of results that puts it before those further down; empty where none is stored."""
 
 
 def choose(
@@ -116,6 +118,8 @@ def _choose(
             continue
         reason = entry.obstacle(**facts) or entry.outdone(**facts)
         if reason is None:
+            if entry.evidence:
+                reasons.append(f"measured in {entry.evidence}")
             _log(operation, entry.name, target.device_kind or target.platform, "; ".join(reasons))
             return entry, False
         reasons.append(f"not {entry.name}: {reason}")

@@ -6,11 +6,13 @@ import argparse
 import dataclasses
 import json
 import os
-import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, get_args
 
 from jaxserve.commands.options import parse_size, recipe_name
 from jaxserve.config import KvFormat
+from jaxserve.engine.kernel_resources import KernelResources, kernel_table, kernels_recorded
 from jaxserve.quantization import recipe_named
 
 if TYPE_CHECKING:
@@ -53,6 +55,7 @@ class Compile:
         add("--page-size", type=int, metavar="N", help="tokens on a page (default 64)")
         add("--decode-rows", type=_ladder, default=DEFAULT_DECODE_ROWS, metavar="N,N", help="decode steps")
         add("--chunk-rows", type=_ladder, default=DEFAULT_CHUNK_ROWS, metavar="N,N", help="chunk steps")
+        add("--kernels", action="store_true", help="of a GPU: what each kernel takes of a multiprocessor")
         add("--json", action="store_true", help="a line of JSON for each step")
 
     def run(self, args: argparse.Namespace) -> int:
@@ -61,6 +64,11 @@ class Compile:
         from jaxserve.planning.models import find_model
 
         machine = Machine.parse(args.target)
+        if args.kernels and machine.platform != "gpu":
+            raise ValueError(
+                f"--kernels with target {args.target!r}: kernels of a TPU have no registers to run out of; "
+                "python -m benchmarks.tpu_schedule reads their schedules"
+            )
         os.environ.update(COMPILER_ENVIRONMENT)
         axes = _axes(args, machine.num_devices)
         machine.require_compiler()
@@ -90,14 +98,33 @@ class Compile:
             if not args.json:
                 _print_head(engine, chip)
             reports: list[StepReport] = []
-            for report in engine.compile_steps():
+            kernels: set[KernelResources] = set()
+            for report, of_step in _compiled(engine, args.kernels):
                 reports.append(report)
-                print(_json_line(report, engine) if args.json else _table_line(report, engine, chip))
-                sys.stdout.flush()
+                kernels.update(of_step or ())
+                if args.json:
+                    print(_json_line(report, engine, of_step), flush=True)
+                else:
+                    print(_table_line(report, engine, chip), flush=True)
         fits = max(report.peak_bytes for report in reports) <= chip.memory_bytes
         if not args.json:
             _print_foot(engine, chip, reports)
+            if args.kernels:
+                print("\n".join(kernel_table(kernels)))
         return 0 if fits else 1
+
+
+def _compiled(
+    engine: AheadEngine, with_kernels: bool
+) -> Iterator[tuple[StepReport, list[KernelResources] | None]]:
+    """Every step of the ladder, and what its kernels take if that is wanted."""
+    steps = engine.compile_steps()
+    while True:
+        with kernels_recorded() if with_kernels else nullcontext(lambda: None) as read:
+            report = next(steps, None)
+        if report is None:
+            return
+        yield report, read()
 
 
 def _axes(args: argparse.Namespace, num_devices: int) -> MeshAxes:
@@ -185,8 +212,10 @@ def _matrix_operands(config: EngineConfig) -> tuple[str, float]:
     return operands, format.num_bytes(1, hidden) / hidden
 
 
-def _json_line(report: StepReport, engine: AheadEngine) -> str:
+def _json_line(report: StepReport, engine: AheadEngine, kernels: list[KernelResources] | None) -> str:
     fields: dict[str, Any] = dataclasses.asdict(report)
+    if kernels is not None:
+        fields["kernels"] = [kernel.as_json() for kernel in kernels]
     fields |= {"weight_bytes": engine.weight_bytes, "pool_bytes": engine.pool_bytes}
     return json.dumps(fields | {"peak_bytes": report.peak_bytes})
 

@@ -15,7 +15,9 @@ from pallas_kernels.quantised_matmul.reference import multiply_reference
 from pallas_kernels.quantised_matmul.tpu import multiply_tpu, obstacle
 
 IMPLEMENTATIONS = (
-    Implementation("tpu", "tpu", multiply_tpu, obstacle),
+    Implementation(
+        "tpu", "tpu", multiply_tpu, obstacle, evidence="benchmarks/results/tpu-schedule-matmul.json"
+    ),
     Implementation("gpu", "gpu", multiply_gpu, gpu_obstacle, gpu_outdone),
     Implementation("reference", None, multiply_reference),
 )

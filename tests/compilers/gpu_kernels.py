@@ -1,27 +1,24 @@
-"""Compile the attention kernel for every case on an H200 that is not here.
+"""Compile the GPU kernels for every case on an H200 that is not here.
 
     python -m tests.compilers.gpu_kernels
 
-Prints a line of JSON for each case, of single rows and of a mixed batch: registers of a thread, bytes that it
-spills, bytes of temporaries, and an error or null.
+Prints a line of JSON for each case: of attention single rows and a mixed batch, and products by quantised
+matrices. It has what the kernel takes of a multiprocessor, bytes of temporaries, and an error or null.
 Needs the project's extra compilers-gpu.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
-import re
-import sys
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from jaxserve.engine.machines import COMPILER_ENVIRONMENT, Machine
 
 if TYPE_CHECKING:
+    from pallas_kernels.quantised_matmul.cases import MatmulCase
     from pallas_kernels.ragged_paged_attention.cases import AttentionCase
 
 LENGTHS = (4096,) * 8
@@ -40,7 +37,7 @@ FURTHER = (
 
 def main() -> None:
     """Compile all cases."""
-    os.environ.update(COMPILER_ENVIRONMENT, MOSAIC_GPU_DUMP_PTXAS="1")
+    os.environ.update(COMPILER_ENVIRONMENT)
     from pallas_kernels.ragged_paged_attention.cases import CASES, AttentionCase
     from pallas_kernels.ragged_paged_attention.gpu import MAX_HEAD_SIZE
 
@@ -61,22 +58,80 @@ def main() -> None:
     with Machine.parse("h200").mesh([("device", 1)]) as mesh:
         for case in cases:
             for single in (True, False):
-                with _standard_output() as read:
-                    error, temporaries = _compile(case, single, mesh)
-                report = read()
-                line = {
-                    "case": str(case),
-                    "single": single,
-                    "registers": _most(r"Used (\d+) registers", report),
-                    "spilled": _most(r"(\d+) bytes spill stores", report),
-                    "temporaries": temporaries,
-                    "error": error,
-                }
-                print(json.dumps(line), flush=True)
+                _report({"case": str(case), "single": single}, _attention(case, single, mesh))
+        for case in matmul_cases():
+            _report({"case": str(case)}, _product(case, mesh))
 
 
-def _compile(case: AttentionCase, single: bool, mesh: Any) -> tuple[str | None, int]:
-    """What went wrong, and the temporaries' bytes."""
+def matmul_cases() -> list[MatmulCase]:
+    """Of every format matrices of real models, by one row to 8,192."""
+    from pallas_kernels.quantised_matmul.cases import MatmulCase
+
+    down = MatmulCase(8, 14336, 4096, num_layers=32)
+    gate_up = dataclasses.replace(down, num_inputs=4096, num_outputs=28672)
+    int4 = dataclasses.replace(down, storage="uint4x2", group=128, scale_type="bfloat16")
+    fp8 = dataclasses.replace(gate_up, storage="float8_e4m3fn")
+    return [
+        dataclasses.replace(down, num_rows=1),
+        dataclasses.replace(down, num_rows=64),
+        dataclasses.replace(gate_up, num_rows=8192),
+        dataclasses.replace(down, rows="int16"),
+        dataclasses.replace(gate_up, rows="int16", num_rows=64),
+        dataclasses.replace(gate_up, rows="int16", num_rows=2048),
+        dataclasses.replace(gate_up, rows="int8", num_rows=1),
+        dataclasses.replace(down, rows="int8", num_rows=8192),
+        fp8,
+        dataclasses.replace(fp8, num_rows=2048),
+        dataclasses.replace(fp8, rows="float8_e4m3fn"),
+        dataclasses.replace(fp8, rows="float8_e4m3fn", num_rows=64),
+        dataclasses.replace(fp8, rows="float8_e4m3fn", num_rows=8192),
+        dataclasses.replace(fp8, group=128, scale_type="bfloat16"),
+        int4,
+        dataclasses.replace(int4, group=32, num_rows=64, zeros=True),
+        dataclasses.replace(int4, num_rows=2048, zeros=True),
+        MatmulCase(3, 576, 192, rows="int16"),
+    ]
+
+
+def _report(line: dict[str, Any], compile: Callable[[], Any]) -> None:
+    from jaxserve.engine.kernel_resources import kernels_recorded
+
+    error, temporaries = None, 0
+    with kernels_recorded() as read:
+        try:
+            memory = compile().memory_analysis()
+            temporaries = memory.temp_size_in_bytes if memory else 0
+        except Exception as failure:  # whatever it is, it is what is asked for
+            error = str(failure)[:500]
+    kernels = [kernel.as_json() for kernel in read()]
+    print(json.dumps(line | {"kernels": kernels, "temporaries": temporaries, "error": error}), flush=True)
+
+
+def _product(case: MatmulCase, mesh: Any) -> Callable[[], Any]:
+    import jax
+    import jax.numpy as jnp
+
+    from pallas_kernels.dispatch import Target
+    from pallas_kernels.quantised_matmul import quantised_matmul
+
+    device = mesh.devices.flat[0]
+    target = dataclasses.replace(Target.of(device), overrides=(("quantised_matmul", "gpu"),))
+    place = jax.sharding.SingleDeviceSharding(device)
+
+    def multiply(*operands: jax.Array, layer: jax.Array) -> jax.Array:
+        x, values, scales, zeros, row_scale_T = operands
+        return quantised_matmul(
+            x, values, scales, zeros, layer, row_scale_T=row_scale_T, out_type=jnp.bfloat16, target=target
+        )
+
+    def placed(shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=place)
+
+    shapes, layer = jax.tree.map(placed, case.shapes()), placed(jax.ShapeDtypeStruct((), jnp.int32))
+    return lambda: jax.jit(multiply).lower(*shapes, layer=layer).compile()
+
+
+def _attention(case: AttentionCase, single: bool, mesh: Any) -> Callable[[], Any]:
     import jax
     import jax.numpy as jnp
 
@@ -113,33 +168,7 @@ def _compile(case: AttentionCase, single: bool, mesh: Any) -> tuple[str | None, 
             target=target,
         )
 
-    try:
-        memory = jax.jit(attend).lower(*operands).compile().memory_analysis()
-    except Exception as failure:  # whatever it is, it is what is asked for
-        return str(failure)[:500], 0
-    return None, memory.temp_size_in_bytes if memory else 0
-
-
-@contextlib.contextmanager
-def _standard_output() -> Iterator[Callable[[], str]]:
-    """Yields what reads, afterwards, all that the process wrote to its standard output inside."""
-    sys.stdout.flush()
-    kept = os.dup(1)
-    with tempfile.TemporaryFile() as file:
-        os.dup2(file.fileno(), 1)
-        text: list[str] = []
-        try:
-            yield lambda: text[0]
-        finally:
-            os.dup2(kept, 1)
-            os.close(kept)
-            file.seek(0)
-            text.append(file.read().decode())
-
-
-def _most(pattern: str, report: str) -> int | None:
-    """The largest of some numbers; None where there is none."""
-    return max(map(int, re.findall(pattern, report)), default=None)
+    return lambda: jax.jit(attend).lower(*operands).compile()
 
 
 if __name__ == "__main__":

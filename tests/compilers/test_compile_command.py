@@ -53,11 +53,28 @@ def test_a_pipeline_copies_no_pool_and_hands_each_part_on_once() -> None:
         assert times * hidden <= step["sent_bytes"] < (times + 0.5) * hidden
 
 
+@pytest.mark.compilers
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(find_spec("jax_cuda13_plugin") is None, reason="jax_cuda13_plugin is not installed")
+def test_the_kernels_of_a_gpu_are_told() -> None:
+    arguments = ["--target", "h200", *SMALL, "--quantize", "int8", "--kernels", "--json"]
+    result = run("smollm2-135m", *arguments)
+    assert result.returncode == 0, result.stderr
+    for step in map(json.loads, result.stdout.splitlines()):
+        names = {kernel["name"] for kernel in step["kernels"]}
+        assert names == {"paged_attention", "quantised_matmul"}
+        for kernel in step["kernels"]:
+            assert kernel["spilled_bytes"] == 0 < kernel["registers"] <= 255, kernel
+            assert 0 < kernel["shared_bytes"] <= 227 << 10, kernel
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["smollm2-135m", "--target", "v7-1"], "target 'v7-1' is not one of v5e, v5p, v6e, h200"),
         (["smollm2-135m", "--target", "v6e-8", "--tensor", "3"], "--tensor 3 on 8 devices"),
+        (["smollm2-135m", "--target", "v6e-1", "--kernels"], "--kernels with target 'v6e-1'"),
         (["smollm2-135m", "--target", "v6e-8", "--mesh", "expert=2"], "--mesh expert=2 on 8 devices"),
     ],
 )

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from benchmarks.gpu_products import SMALLEST, numbers
 from pallas_kernels.dispatch import Target, choose
 from pallas_kernels.quantised_matmul.api import IMPLEMENTATIONS
 from pallas_kernels.quantised_matmul.cases import CASES, LAYER, MatmulCase
@@ -71,6 +72,13 @@ def test_the_gpu_kernel_rounds_as_the_reference_does(case: MatmulCase) -> None:
     # Where nothing is rounded but sums in float32, all that differs is the order in which numbers are added.
     factor = 4 if case.rows_scaled and not case.integer else 1.5
     assert np.max(found) < factor * np.max(reference)
+
+
+@interpreted
+def test_the_check_prepared_for_a_gpu_runs_its_smallest_case() -> None:
+    line = numbers(SMALLEST)
+    assert line["right"], line
+    assert 0 < line["errors"]["kernel"] < 1e-6
 
 
 @interpreted
