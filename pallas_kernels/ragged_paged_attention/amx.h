@@ -1,5 +1,5 @@
-// Products of float32 and bfloat16 by Intel's AMX. A left factor is split into the sum of two numbers of bfloat16,
-// which is it to within 2^-17, and both are multiplied; products are added up in float32.
+// Products of float32 and bfloat16 by Intel's AMX: the float32 is split into three numbers of bfloat16, whose sum it
+// is, and all are multiplied; products are exact and added up in float32.
 
 #ifndef JAXSERVE_PALLAS_KERNELS_RAGGED_PAGED_ATTENTION_AMX_H_
 #define JAXSERVE_PALLAS_KERNELS_RAGGED_PAGED_ATTENTION_AMX_H_
@@ -11,16 +11,19 @@ namespace jaxserve::amx {
 constexpr int64_t kDeep = 32;             // summands of a tile's sums, bfloat16
 constexpr int64_t kTile = kSide * kDeep;  // of a right factor: [pair of summands][column][2]
 
-// 32 numbers, as what they are in bfloat16 and what that leaves of them.
-INLINE inline void Split(__m512 first, __m512 second, uint16_t* high, uint16_t* low) {
-  const auto rounded = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(second, first));
-  const auto rest = [](__m512 numbers, __m256i halves) INLINE {
-    return _mm512_sub_ps(numbers, _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16)));
+constexpr int64_t kTerms = 3;             // of bfloat16 are a float32
+
+// 32 numbers, each as the sum of kTerms of bfloat16, which lie `distance` apart.
+INLINE inline void Split(__m512 first, __m512 second, uint16_t* terms, int64_t distance) {
+  const auto wide = [](__m256i halves) INLINE {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
   };
-  const __m512 rest_first = rest(first, _mm512_castsi512_si256(rounded));
-  const __m512 rest_second = rest(second, _mm512_extracti64x4_epi64(rounded, 1));
-  _mm512_storeu_si512(high, rounded);
-  _mm512_storeu_si512(low, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(rest_second, rest_first)));
+  Unroll<kTerms>([&](auto term) INLINE {
+    const auto rounded = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(second, first));
+    _mm512_storeu_si512(terms + term * distance, rounded);
+    first = _mm512_sub_ps(first, wide(_mm512_castsi512_si256(rounded)));
+    second = _mm512_sub_ps(second, wide(_mm512_extracti64x4_epi64(rounded, 1)));
+  });
 }
 
 // 16 rows of 32 numbers, `stride` apart; zeros for those before `from` and from `to` on, which are not read.
@@ -48,12 +51,13 @@ INLINE inline void PackSummands(const __m512i rows[kSide], uint16_t* tiles) {
   });
 }
 
+// A left factor [rows of the Tiles][32 * steps], split.
 struct Left {
-  const uint16_t *high, *low;
-  int64_t stride;
+  const uint16_t* terms;
+  int64_t stride, distance;  // of rows, of terms
 };
 
-// out [rows of the Tiles][kTiles * 16]: left [rows][32 * steps] times right, [steps][kTiles] tiles; kTiles is 2 or 4.
+// out [rows][kTiles * 16]: left times right, [steps][kTiles] tiles; kTiles is 2 or 4.
 template <int kTiles>
 void MultiplySplit(const Left& left, const uint16_t* right, int64_t steps, float* out, int64_t stride) {
   static_assert(kTiles == 2 || kTiles == 4);
@@ -64,21 +68,21 @@ void MultiplySplit(const Left& left, const uint16_t* right, int64_t steps, float
   _tile_zero(2);
   _tile_zero(3);
   for (int64_t step = 0; step < steps; ++step, right += kTiles * kTile) {
-    _tile_loadd(4, left.high + step * kDeep, left_bytes);
-    _tile_loadd(5, left.low + step * kDeep, left_bytes);
     _tile_loadd(6, right, 2 * kDeep);
     _tile_loadd(7, right + kTile, 2 * kDeep);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_dpbf16ps(1, 4, 7);
-    _tile_dpbf16ps(0, 5, 6);
-    _tile_dpbf16ps(1, 5, 7);
+    for (int64_t term = 0; term < kTerms; ++term) {
+      _tile_loadd(4, left.terms + term * left.distance + step * kDeep, left_bytes);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_dpbf16ps(1, 4, 7);
+    }
     if constexpr (kTiles == 4) {
       _tile_loadd(6, right + 2 * kTile, 2 * kDeep);
       _tile_loadd(7, right + 3 * kTile, 2 * kDeep);
-      _tile_dpbf16ps(2, 4, 6);
-      _tile_dpbf16ps(3, 4, 7);
-      _tile_dpbf16ps(2, 5, 6);
-      _tile_dpbf16ps(3, 5, 7);
+      for (int64_t term = 0; term < kTerms; ++term) {
+        _tile_loadd(4, left.terms + term * left.distance + step * kDeep, left_bytes);
+        _tile_dpbf16ps(2, 4, 6);
+        _tile_dpbf16ps(3, 4, 7);
+      }
     }
   }
   _tile_stored(0, out, out_bytes);

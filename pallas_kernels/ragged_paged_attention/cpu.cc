@@ -355,7 +355,7 @@ void Attend(const Problem& p, const Piece& piece, int64_t from, int64_t to, Buff
 
 #if JAXSERVE_AMX
 
-using jaxserve::amx::kSide, jaxserve::amx::kDeep, jaxserve::amx::kTile;
+using jaxserve::amx::kSide, jaxserve::amx::kDeep, jaxserve::amx::kTile, jaxserve::amx::kTerms;
 
 constexpr int64_t kTogetherTokens = 4 * kSide;  // whose scores are computed at once
 
@@ -366,19 +366,18 @@ struct TileBuffers {
 
   Array<uint16_t> keys;           // [kPart / 64][depth / 32][4] tiles: of 32 lanes, 16 tokens
   Array<uint16_t> values;         // [depth / 64][kPart / 32][4, or 2 for the last] tiles: of 32 tokens, 16 lanes
-  std::vector<uint16_t> queries;  // [high, low][queries][depth]
+  std::vector<uint16_t> queries;  // [kTerms][queries][depth]
   float scores[kSide * kPart];
-  uint16_t weights[2 * kSide * kPart];  // [high, low][16 queries][kPart]
+  uint16_t weights[kTerms * kSide * kPart];  // [kTerms][16 queries][kPart]
 
   TileBuffers(const Problem& p, const Piece& piece)
       : keys(new uint16_t[kPart * p.depth()]), values(new uint16_t[kPart * p.depth()]) {
     const int64_t size = NumQueries(p, piece) * p.depth();
     std::vector<float> wide(size);
-    queries.resize(2 * size);
+    queries.resize(kTerms * size);
     for (int64_t query = 0; query < NumQueries(p, piece); ++query) CopyQuery(p, piece, query, wide.data());
     for (int64_t i = 0; i < size; i += kDeep)
-      jaxserve::amx::Split(_mm512_loadu_ps(&wide[i]), _mm512_loadu_ps(&wide[i + kSide]), &queries[i],
-                           &queries[size + i]);
+      jaxserve::amx::Split(_mm512_loadu_ps(&wide[i]), _mm512_loadu_ps(&wide[i + kSide]), &queries[i], size);
   }
 };
 
@@ -432,7 +431,7 @@ void WeighPart(const Problem& p, Sums& sums, int64_t query, int64_t first, int64
   };
   for (int64_t i = first; i < end; i += 2 * kWidth) {
     const __m512 low = weigh(i), high = weigh(i + kWidth);
-    jaxserve::amx::Split(low, high, weights + i, weights + kSide * kPart + i);
+    jaxserve::amx::Split(low, high, weights + i, kSide * kPart);
   }
   Store(sums.total.data() + query * kWidth, total);
 }
@@ -452,19 +451,17 @@ void Attend(const Problem& p, const Piece& piece, int64_t from, int64_t to, Tile
     const int64_t first = (least - part) / kTogetherTokens * kTogetherTokens;
     const int64_t end = (last - part + kTogetherTokens - 1) / kTogetherTokens * kTogetherTokens;
     const jaxserve::amx::Tiles tiles(num);
-    const auto* high = b.queries.data() + query * depth;
     for (int64_t token = first; token < end; token += kTogetherTokens)
-      MultiplySplit<4>({high, high + num_queries * depth, depth}, b.keys.get() + token * depth, depth / kDeep,
-                       b.scores + token, kPart);
+      MultiplySplit<4>({&b.queries[query * depth], depth, num_queries * depth}, b.keys.get() + token * depth,
+                       depth / kDeep, b.scores + token, kPart);
     for (int64_t n = 0; n < num; ++n)
       WeighPart(p, sums, query + n, first, end, p.window ? position(n) - p.window + 1 - part : 0,
                 position(n) + 1 - part, b.scores + n * kPart, b.weights + n * kPart);
     for (int64_t d = 0; d < depth; d += 64) {
       const bool whole = depth - d >= 64;
       const auto multiply = whole ? MultiplySplit<4> : MultiplySplit<2>;
-      multiply({b.weights + first, b.weights + kSide * kPart + first, kPart},
-               b.values.get() + d * kPart + first * (whole ? 64 : 32), (end - first) / kDeep,
-               sums.out.data() + query * depth + d, depth);
+      multiply({b.weights + first, kPart, kSide * kPart}, b.values.get() + d * kPart + first * (whole ? 64 : 32),
+               (end - first) / kDeep, sums.out.data() + query * depth + d, depth);
     }
   }
 }
