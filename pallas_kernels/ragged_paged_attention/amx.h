@@ -1,5 +1,5 @@
-// Products of float32 and bfloat16 by Intel's AMX: the float32 is split into three numbers of bfloat16, whose sum it
-// is, and all are multiplied; products are exact and added up in float32.
+// Products of float32 and bfloat16 by Intel's AMX: a float32 is the sum of three numbers of bfloat16, which are all
+// multiplied. Products are exact, and added up in float32.
 
 #ifndef JAXSERVE_PALLAS_KERNELS_RAGGED_PAGED_ATTENTION_AMX_H_
 #define JAXSERVE_PALLAS_KERNELS_RAGGED_PAGED_ATTENTION_AMX_H_
@@ -10,19 +10,24 @@ namespace jaxserve::amx {
 
 constexpr int64_t kDeep = 32;             // summands of a tile's sums, bfloat16
 constexpr int64_t kTile = kSide * kDeep;  // of a right factor: [pair of summands][column][2]
+constexpr int64_t kTerms = 3;             // of bfloat16 make up a float32
 
-constexpr int64_t kTerms = 3;             // of bfloat16 are a float32
+struct alignas(64) Line {  // Tiles are read faster from whole lines of the cache.
+  uint16_t numbers[kDeep];
+};
 
-// 32 numbers, each as the sum of kTerms of bfloat16, which lie `distance` apart.
+// 32 numbers, each cut into kTerms of bfloat16, which lie `distance` apart.
 INLINE inline void Split(__m512 first, __m512 second, uint16_t* terms, int64_t distance) {
-  const auto wide = [](__m256i halves) INLINE {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+  const auto upper = [](__m512 numbers) INLINE { return _mm512_srli_epi32(_mm512_castps_si512(numbers), 16); };
+  const auto rest = [](__m512 numbers, __m512i upper) INLINE {
+    return _mm512_sub_ps(numbers, _mm512_castsi512_ps(_mm512_slli_epi32(upper, 16)));
   };
+  const __m512i order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);  // Packing takes turns between its operands.
   Unroll<kTerms>([&](auto term) INLINE {
-    const auto rounded = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(second, first));
-    _mm512_storeu_si512(terms + term * distance, rounded);
-    first = _mm512_sub_ps(first, wide(_mm512_castsi512_si256(rounded)));
-    second = _mm512_sub_ps(second, wide(_mm512_extracti64x4_epi64(rounded, 1)));
+    const __m512i a = upper(first), b = upper(second);
+    _mm512_storeu_si512(terms + term * distance, _mm512_permutexvar_epi64(order, _mm512_packus_epi32(a, b)));
+    first = rest(first, a);
+    second = rest(second, b);
   });
 }
 

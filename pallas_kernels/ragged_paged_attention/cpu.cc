@@ -360,24 +360,27 @@ using jaxserve::amx::kSide, jaxserve::amx::kDeep, jaxserve::amx::kTile, jaxserve
 constexpr int64_t kTogetherTokens = 4 * kSide;  // whose scores are computed at once
 
 // What a thread needs for a piece where it computes with tiles, a part of the context at a time.
-struct TileBuffers {
-  template <typename T>
-  using Array = std::unique_ptr<T[]>;  // Not filled with zeros.
+class TileBuffers {
+  using Lines = std::unique_ptr<jaxserve::amx::Line[]>;  // Not filled with zeros.
+  Lines keys_, values_, queries_;
 
-  Array<uint16_t> keys;           // [kPart / 64][depth / 32][4] tiles: of 32 lanes, 16 tokens
-  Array<uint16_t> values;         // [depth / 64][kPart / 32][4, or 2 for the last] tiles: of 32 tokens, 16 lanes
-  std::vector<uint16_t> queries;  // [kTerms][queries][depth]
-  float scores[kSide * kPart];
-  uint16_t weights[kTerms * kSide * kPart];  // [kTerms][16 queries][kPart]
+ public:
+  uint16_t* const keys;     // [kPart / 64][depth / 32][4] tiles: of 32 lanes, 16 tokens
+  uint16_t* const values;   // [depth / 64][kPart / 32][4, or 2 for the last] tiles: of 32 tokens, 16 lanes
+  uint16_t* const queries;  // [kTerms][queries][depth]
+  alignas(64) float scores[kSide * kPart];
+  alignas(64) uint16_t weights[kTerms * kSide * kPart];  // [kTerms][16 queries][kPart]
 
   TileBuffers(const Problem& p, const Piece& piece)
-      : keys(new uint16_t[kPart * p.depth()]), values(new uint16_t[kPart * p.depth()]) {
+      : keys_(new jaxserve::amx::Line[kPart * p.depth() / kDeep]),
+        values_(new jaxserve::amx::Line[kPart * p.depth() / kDeep]),
+        queries_(new jaxserve::amx::Line[kTerms * NumQueries(p, piece) * p.depth() / kDeep]),
+        keys(keys_[0].numbers), values(values_[0].numbers), queries(queries_[0].numbers) {
     const int64_t size = NumQueries(p, piece) * p.depth();
     std::vector<float> wide(size);
-    queries.resize(kTerms * size);
     for (int64_t query = 0; query < NumQueries(p, piece); ++query) CopyQuery(p, piece, query, wide.data());
     for (int64_t i = 0; i < size; i += kDeep)
-      jaxserve::amx::Split(_mm512_loadu_ps(&wide[i]), _mm512_loadu_ps(&wide[i + kSide]), &queries[i], size);
+      jaxserve::amx::Split(_mm512_loadu_ps(&wide[i]), _mm512_loadu_ps(&wide[i + kSide]), queries + i, size);
   }
 };
 
@@ -397,10 +400,10 @@ void ReadTiles(const Problem& p, const Piece& piece, int64_t from, int64_t to, T
     for (int64_t d = 0; d < depth; d += kDeep) {
       __m512i rows[kSide];
       load(d, rows);
-      jaxserve::amx::PackColumns(rows, b.keys.get() + ((tile / 4 * depth + d) / kDeep * 4 + tile % 4) * kTile);
+      jaxserve::amx::PackColumns(rows, b.keys + ((tile / 4 * depth + d) / kDeep * 4 + tile % 4) * kTile);
       load(value_lane + d, rows);
       const int64_t num_tiles = std::min<int64_t>(4, (depth - d / 64 * 64) / kSide);
-      auto* values = b.values.get() + d / 64 * 64 * kPart + (tile / 2 * num_tiles + d % 64 / kSide) * kTile;
+      auto* values = b.values + d / 64 * 64 * kPart + (tile / 2 * num_tiles + d % 64 / kSide) * kTile;
       jaxserve::amx::PackSummands(rows, values + tile % 2 * (kTile / 2));
     }
   }
@@ -452,7 +455,7 @@ void Attend(const Problem& p, const Piece& piece, int64_t from, int64_t to, Tile
     const int64_t end = (last - part + kTogetherTokens - 1) / kTogetherTokens * kTogetherTokens;
     const jaxserve::amx::Tiles tiles(num);
     for (int64_t token = first; token < end; token += kTogetherTokens)
-      MultiplySplit<4>({&b.queries[query * depth], depth, num_queries * depth}, b.keys.get() + token * depth,
+      MultiplySplit<4>({b.queries + query * depth, depth, num_queries * depth}, b.keys + token * depth,
                        depth / kDeep, b.scores + token, kPart);
     for (int64_t n = 0; n < num; ++n)
       WeighPart(p, sums, query + n, first, end, p.window ? position(n) - p.window + 1 - part : 0,
@@ -460,7 +463,7 @@ void Attend(const Problem& p, const Piece& piece, int64_t from, int64_t to, Tile
     for (int64_t d = 0; d < depth; d += 64) {
       const bool whole = depth - d >= 64;
       const auto multiply = whole ? MultiplySplit<4> : MultiplySplit<2>;
-      multiply({b.weights + first, kPart, kSide * kPart}, b.values.get() + d * kPart + first * (whole ? 64 : 32),
+      multiply({b.weights + first, kPart, kSide * kPart}, b.values + d * kPart + first * (whole ? 64 : 32),
                (end - first) / kDeep, sums.out.data() + query * depth + d, depth);
     }
   }
