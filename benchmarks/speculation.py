@@ -223,6 +223,7 @@ def main() -> None:
         max_model_len=2048,
         dtype=args.dtype,
         quantize=args.quantize,
+        kv_format=args.kv_format,
         deterministic=args.deterministic,
         speculative=args.speculative,
         draft_quantize=args.draft_quantize,
@@ -280,6 +281,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--tasks", nargs="+", choices=_TASKS, default=_TASKS)
     add("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
     add("--quantize", type=recipe_name, metavar="RECIPE", help="formats of the weights")
+    add("--kv-format", default="auto", help="numbers in the KV pool (default: those of the computation)")
     add(
         "--deterministic",
         action=argparse.BooleanOptionalAction,

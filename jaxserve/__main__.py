@@ -1,7 +1,5 @@
 """`python -m jaxserve` is the command line."""
 
-import sys
+from jaxserve.cli import run
 
-from jaxserve.cli import main
-
-sys.exit(main())
+run()

@@ -12,9 +12,10 @@ import logging
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from jaxserve.commands import BUILT_IN, Command
+from jaxserve.interrupts import leave_at_once
 from jaxserve.version import __version__
 
 if TYPE_CHECKING:
@@ -25,6 +26,14 @@ ENTRY_POINT_GROUP = "jaxserve.commands"
 _BAD_INPUT = 2
 _INTERRUPTED = 130
 _BROKEN_PIPE = 141
+
+
+def run() -> NoReturn:
+    """Be the process of a command: `main` with its arguments, and the end with its status."""
+    status = main()
+    if status == _INTERRUPTED:
+        leave_at_once(status)  # An interrupted compile goes on, and takes what an orderly end frees.
+    sys.exit(status)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

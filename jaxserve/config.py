@@ -178,7 +178,7 @@ class EngineConfig:
     num_slots: int
     """Sequences that can run at once."""
     decode_rows: tuple[int, ...]
-    """The ladder of pure decode steps: rows, one a sequence."""
+    """The ladder of pure decode steps: rows, one a sequence; empty where none are made."""
     chunk_rows: tuple[int, ...]
     """The ladder of steps that may hold prompt chunks: rows, any number a sequence."""
     compute_format: FloatFormat = "float32"
@@ -213,8 +213,11 @@ class EngineConfig:
     moves_pages: bool = False
     """Whether the host can read and write pages of the pool; there are programs for it then."""
     mesh: tuple[tuple[str, int], ...] = ()
-    """Axes of the device mesh and their sizes, each above 1; empty for one device. The model is then as the
-    mesh has it, KV heads repeated where they are fewer than the devices that share them out."""
+    """Axes of the device mesh and their sizes, each above 1, but for the one that names a single device among
+    others; empty for one device. The model is then as the mesh has it, KV heads repeated where they are fewer
+    than the devices that share them out."""
+    first_device: int = 0
+    """Devices before those of the mesh, which another engine has."""
 
     def __post_init__(self) -> None:
         for name in ("num_slots", "max_iterations"):
@@ -222,7 +225,11 @@ class EngineConfig:
                 raise ValueError(f"{name} {getattr(self, name)} is below 1")
         for name in ("decode_rows", "chunk_rows"):
             rungs = getattr(self, name)
-            if not rungs or list(rungs) != sorted(set(rungs)) or rungs[0] < 1:
+            if (
+                (not rungs and name == "chunk_rows")
+                or list(rungs) != sorted(set(rungs))
+                or min(rungs, default=1) < 1
+            ):
                 raise ValueError(f"{name} {rungs} is not a rising ladder of positive sizes")
         if self.max_drafts < 0:
             raise ValueError(f"max_drafts {self.max_drafts} is negative")
@@ -233,7 +240,7 @@ class EngineConfig:
             )
         if self.draft is not None:
             self._check_draft(self.draft)
-        if self.decode_rows[-1] < self.num_slots:
+        if self.decode_rows and self.decode_rows[-1] < self.num_slots:
             raise ValueError(f"decode_rows ends at {self.decode_rows[-1]}, below num_slots {self.num_slots}")
         if self.max_model_len > self.model.max_position:
             raise ValueError(

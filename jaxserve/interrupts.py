@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, suppress
+from typing import Any, NoReturn
 
 
 @contextmanager
@@ -78,3 +80,11 @@ def interrupts_kept() -> Iterator[Callable[[], None]]:
     finally:
         signal.signal(signal.SIGINT, former)
     keeper.check()
+
+
+def leave_at_once(status: int) -> NoReturn:
+    """End the process over a thread that loads or compiles, or waits for a process that is gone."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # Its reader has gone.
+            stream.flush()
+    os._exit(status)

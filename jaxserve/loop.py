@@ -6,7 +6,6 @@ one runs: a request that turns out to have ended has then computed one row too m
 
 from __future__ import annotations
 
-import math
 import secrets
 import time
 from collections import deque
@@ -18,6 +17,7 @@ from jaxserve.loop_stats import LoopClock, LoopSnapshot, StepCounts
 from jaxserve.open_answers import OpenAnswers
 from jaxserve.outputs import AnswerDelta
 from jaxserve.plan import EngineLimits, SamplingParams, StepEngine, StepHandle, StepResult
+from jaxserve.prefill_side import PrefillSide
 from jaxserve.scheduling import (
     DEFAULT_POLICY,
     DEFAULT_TERMS,
@@ -36,6 +36,7 @@ from jaxserve.scheduling import (
 )
 from jaxserve.scheduling.page_swap import PageSwap
 from jaxserve.speculation import Speculation
+from jaxserve.step_timer import StepTimer
 
 
 class LoopStoppedError(RuntimeError):
@@ -60,6 +61,7 @@ class HostLoop:
         cache: CacheIdentity | None = None,
         swap: PageSwap | None = None,
         speculation: Speculation | None = None,
+        prefills: PrefillSide | None = None,
     ) -> None:
         """Join an engine to a scheduler of its own.
 
@@ -76,6 +78,7 @@ class HostLoop:
             cache: what the engine's keys and values depend on, to reuse prefixes; None reuses none.
             swap: keeps cached pages beyond the engine's pool; None keeps none.
             speculation: how answers are drafted, on an engine that verifies drafts; None drafts none.
+            prefills: computes prompts for this engine elsewhere; None leaves all to it.
         """
         self._engine = engine
         self._scheduler = Scheduler(
@@ -87,6 +90,7 @@ class HostLoop:
             speculation=speculation,
         )
         self._swap = swap
+        self._prefills = prefills
         self._gates = GrammarGates(engine, self._scheduler, grammars)
         self._depth = 1 if overlap else 0
         self.policy = policy
@@ -97,10 +101,8 @@ class HostLoop:
         self._answers = OpenAnswers(self._scheduler, self._gates, clock)
         self._in_flight: deque[tuple[ScheduledStep, StepHandle, float]] = deque()
         """With the time of each one's dispatch."""
-        self._collected_at = -math.inf
-        self._kept_busy = False
-        """Whether the latest step left something to go on with at once."""
         self._counts = StepCounts()
+        self._timer = StepTimer(self._scheduler, self._counts, clock)
         self._stages = LoopClock()
         self.failure: BaseException | None = None
         """What stopped the loop."""
@@ -133,7 +135,8 @@ class HostLoop:
     @property
     def idle(self) -> bool:
         """Whether `step` has nothing to do and nothing to report."""
-        return self._answers.idle and not self._in_flight and (self._swap is None or self._swap.idle)
+        helpers = [helper for helper in (self._swap, self._prefills) if helper is not None]
+        return self._answers.idle and not self._in_flight and all(helper.idle for helper in helpers)
 
     def snapshot(self) -> LoopSnapshot:
         """How things stand now."""
@@ -156,6 +159,7 @@ class HostLoop:
             num_recomputed=scheduler.num_recomputed,
             num_kept_out=dict(scheduler.num_kept_out),
             decode_steps=dict(counts.decode_steps),
+            prefills=None if self._prefills is None else self._prefills.statistics,
         )
 
     def class_loads(self) -> tuple[ClassLoad, ...]:
@@ -171,7 +175,8 @@ class HostLoop:
         cache, drafting = self._scheduler.cache, self._scheduler.drafting
         if drafting is not None:
             drafting.clear_shared(scope)
-        return 0 if cache is None else cache.clear(scope)
+        num_pages = 0 if self._prefills is None else self._prefills.clear(scope)
+        return num_pages if cache is None else num_pages + cache.clear(scope)
 
     def snapshot_prefixes(self) -> KvSnapshot:
         """All that the prefix cache holds, for a reader of its events who has missed some."""
@@ -293,6 +298,8 @@ class HostLoop:
         When nothing is open and nothing in flight, this means that every page and slot is free.
         """
         self._scheduler.check_integrity()
+        if self._prefills is not None:
+            self._prefills.check_integrity()
         num_left = self._scheduler.num_running + self._scheduler.num_waiting
         if num_left and not len(self._answers):
             raise RuntimeError(f"{num_left} samples belong to no open request")
@@ -310,10 +317,10 @@ class HostLoop:
             self._stages.enter("wait")
             result = self._engine.collect(handle)
             self._stages.enter("commit")
-            self._time_step(step, dispatched_at)
+            self._timer.observe(step, dispatched_at)
             self._scheduler.retire(step)
             self._commit(step, result)
-            self._kept_busy = self._scheduler.num_running > 0
+            self._timer.kept_busy = self._scheduler.num_running > 0
         if self.kv_events is not None:
             self.kv_events.flush()
 
@@ -330,22 +337,6 @@ class HostLoop:
             self._answers.deliver(arrivals, result)
         self._gates.work()
 
-    def _time_step(self, step: ScheduledStep, dispatched_at: float) -> None:
-        """Tell the scheduler how long a step took, since its dispatch or the end of the one before."""
-        now = self._clock()
-        started = max(dispatched_at, self._collected_at)
-        if self._scheduler.drafting is not None:
-            since = self._collected_at if self._kept_busy else dispatched_at
-            self._scheduler.drafting.observe(step, max(0.0, now - since))
-        self._collected_at = now
-        if step.plan.reads is not None:
-            return  # It says nothing of others.
-        seconds = max(0.0, now - started) / step.plan.num_iterations
-        if step.decodes_only:
-            num_steps = step.plan.num_iterations
-            self._counts.time_decode(step.plan.shape.rows, num_steps, num_steps * seconds)
-        self._scheduler.budget.observe(step.plan.shape.rows, step.most_rows, seconds)
-
     def _dispatch_next(self) -> bool:
         """Plan a step and start it; return whether there was one."""
         self._stages.enter("plan")
@@ -353,23 +344,43 @@ class HostLoop:
         for request in self._scheduler.expire(now):
             self._answers.cut_off(request.submission.request_id, RequestState.EXPIRED)
         self._answers.pass_gates()
+        self._prefill(now)
         step = self._scheduler.plan(now)
-        if step is None and not self._in_flight and self._gates.pending:
-            self._stages.enter("wait")
-            self._answers.pass_gates(wait=True)
-            self._stages.enter("plan")
+        if step is None and not self._in_flight and self._wait():
             step = self._scheduler.plan(now)
         if step is None:
             return False
         if step.admitted:
             self._stages.enter("load")
             for load, request in zip(step.loads, step.admitted, strict=True):
+                if self._prefills is not None:
+                    self._prefills.deliver(request, load)
                 self._engine.load_slot(self._gates.dress(load, request))
                 self._answers.at(request).mark_scheduled(now)
         self._gates.mask_drafts(step)
         self._stages.enter("dispatch")
         self._in_flight.append((step, self._engine.dispatch(step.plan), now))
         return True
+
+    def _wait(self) -> bool:
+        """Nothing can be planned and no step is under way: wait for what requests wait for, a mask or a
+        prompt. Returns whether there was something."""
+        pending = self._gates.pending
+        if pending or (self._prefills is not None and self._prefills.busy):
+            self._stages.enter("wait")
+            if pending:
+                self._answers.pass_gates(wait=True)
+            else:
+                self._prefill(self._clock(), wait=True)
+            self._stages.enter("plan")
+            return True
+        return False
+
+    def _prefill(self, now: float, *, wait: bool = False) -> None:
+        """Have prompts computed elsewhere; `wait`: for one step of that."""
+        if self._prefills is not None:
+            for request in self._prefills.work(self._scheduler, now, wait=wait):
+                self._answers.at(request).mark_scheduled(now)
 
     def _fail(self, error: BaseException) -> None:
         self.failure = error
@@ -378,4 +389,6 @@ class HostLoop:
         self._scheduler.abandon_steps()
         if self._swap is not None:
             self._swap.offload.abandon()
+        if self._prefills is not None:
+            self._prefills.abandon()
         self._answers.cut_off_all(RequestState.FAILED)

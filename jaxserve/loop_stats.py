@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from jaxserve.prefill_side import PrefillStatistics
 from jaxserve.scheduling.draft_tally import SpeculationStatistics
 from jaxserve.scheduling.newcomers import Hurdle
 from jaxserve.scheduling.page_swap import SwapStatistics
@@ -66,6 +67,8 @@ class LoopSnapshot:
     """Plannings of a step that left samples waiting, by what these waited for."""
     decode_steps: Mapping[int, DecodeSteps] = field(default_factory=dict[int, DecodeSteps])
     """By the rows of the compiled step."""
+    prefills: PrefillStatistics | None = None
+    """What was computed of prompts elsewhere; None where all is computed in one place."""
 
 
 class LoopClock:

@@ -16,6 +16,7 @@ from jaxserve.host_pages import page_swap
 from jaxserve.interrupts import interrupts_kept
 from jaxserve.loop import HostLoop
 from jaxserve.plan import EngineLimits, Grammar, SamplingParams, StepEngine
+from jaxserve.prefill_side import PrefillSide
 from jaxserve.progress import StageBars
 from jaxserve.run_manifest import RunManifest, manifest_of
 from jaxserve.scheduling import DEFAULT_POLICY, AdmissionGate, CacheIdentity, SchedulerPolicy
@@ -52,6 +53,7 @@ class EngineSettings(TypedDict, total=False):
     draft_quantize: str | None
     max_drafts: int
     mesh: str | None
+    prefill_mesh: str | None
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,12 @@ class OpenedModel:
 
     def cache_identity(self, engine: DeviceEngine) -> CacheIdentity:
         """What the pages of an engine that was built from it depend on, beside the tokens."""
-        return cache_identity(self.checkpoint.fingerprint, engine.config)
+        identity = cache_identity(self.checkpoint.fingerprint, engine.config)
+        if engine.prefill is None:
+            return identity
+        # Pages come from either, and sums over other devices are rounded otherwise.
+        other = cache_identity(self.checkpoint.fingerprint, engine.prefill.config)
+        return replace(identity, model=f"{identity.model}, prompts of {other.model}")
 
     def manifest(
         self,
@@ -196,6 +203,7 @@ def make_loop(
     gated: bool = False,
     swap: PageSwap | None = None,
     speculation: Speculation | None = None,
+    prefills: PrefillSide | None = None,
 ) -> HostLoop:
     """A host loop that speaks text: stop strings, streamed text, decoded log-probs, grammars.
 
@@ -208,6 +216,7 @@ def make_loop(
         gated: turn requests away where the policy says that there are too many; else all may wait.
         swap: keeps cached pages beyond the engine's pool, from `page_swap`; None keeps none.
         speculation: how answers are drafted, from `named_speculation`; None drafts none.
+        prefills: computes prompts for the engine, from `prefill_side`; None leaves all to it.
     """
 
     def answer_text(prompt_ids: Sequence[int], params: SamplingParams) -> AnswerText:
@@ -224,7 +233,22 @@ def make_loop(
         cache=cache,
         swap=swap,
         speculation=speculation,
+        prefills=prefills,
     )
+
+
+def prefill_side(model: OpenedModel, engine: DeviceEngine, *, prefix_caching: bool) -> PrefillSide | None:
+    """What computes prompts for an engine that was built from a model, where a second one was for that.
+
+    What moves their pages is compiled here.
+    """
+    source = engine.prefill
+    if source is None:
+        return None
+    from jaxserve.engine.page_link import DevicePageLink
+
+    cache = model.cache_identity(source) if prefix_caching else None
+    return PrefillSide(source, DevicePageLink(source, engine), engine.limits, cache=cache)
 
 
 def loop_of(
@@ -257,6 +281,7 @@ def loop_of(
         gated=policy is not None,
         swap=page_swap(engine, options.host_kv_memory),
         speculation=named_speculation(options.speculative, options.max_drafts),
+        prefills=prefill_side(model, engine, prefix_caching=prefix_caching),
     )
 
 

@@ -7,6 +7,7 @@ host predicts both exactly one step ahead, which lets it plan a step before it h
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
@@ -228,7 +229,7 @@ class StepPlan:
         granted = np.array(rows, np.int32).reshape(-1, 4)
         return cls(columns[:, 0], columns[:, 1], columns[:, 2], granted, shape)
 
-    @property
+    @functools.cached_property
     def num_rows(self) -> int:
         return int(self.num_tokens.sum())
 
@@ -336,7 +337,7 @@ class EngineLimits:
             for window, pages in zip(self.windows, self.num_pages, strict=True)
             if window == 0
         ]
-        return min(self.max_model_len, *pools)
+        return min([self.max_model_len, *pools])
 
     def longest_answer(self, prompt_len: int, max_tokens: int | None) -> int:
         """Tokens that an answer may have at most: of `max_tokens`, or for None of all that there is room for,

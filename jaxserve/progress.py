@@ -12,6 +12,8 @@ from tqdm.auto import tqdm  # pyright: ignore[reportMissingModuleSource]
 _WORDS = {
     "load": ("Loading", "tensors"),
     "compile": ("Compiling", "programs"),
+    "prefill load": ("Loading for prompts", "tensors"),
+    "prefill compile": ("Compiling for prompts", "programs"),
     "calibrate": ("Calibrating", "windows"),
     "convert": ("Converting", "tensors"),
 }

@@ -180,6 +180,7 @@ def manifest_of(
             "policy": policy,
             "prefix_caching": prefix_caching,
             "host_kv_memory": options.host_kv_memory,
+            "prefill_mesh": options.prefill_mesh,
             "speculative": options.speculative if config.draft is None else "draft",
         },
         **({} if config.draft is None else {"draft": _draft_entries(config.draft, draft_fingerprint)}),

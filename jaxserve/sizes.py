@@ -36,7 +36,11 @@ def ladder(lowest: int, highest: int) -> tuple[int, ...]:
     return (*rungs, max(lowest, highest))
 
 
-def lowest_chunk(num_slots: int) -> int:
-    """Rows of the smallest chunk step that is not for drafts alone."""
+def chunk_ladder(num_slots: int, highest: int, *, on_cpu: bool) -> tuple[int, ...]:
+    """Rows of the steps that take chunks of prompts."""
     # Every rung is a program to compile or read: with few sequences, starting fast matters more.
-    return 16 if num_slots > FEW_SLOTS else 64
+    rungs = ladder(16 if num_slots > FEW_SLOTS else 64, highest)
+    if not on_cpu or num_slots == 1:
+        return rungs
+    # Rows that are padding take as long there as others, and others wait: a hundred tokens need no 256.
+    return tuple(sorted({*rungs, max(rungs[0], highest // 2)}))

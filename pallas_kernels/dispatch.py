@@ -63,6 +63,9 @@ class Implementation:
     run: Callable[..., Any]
     obstacle: Callable[..., str | None] = lambda **_: None
     """From what is static about a call to the reason why this cannot do it, or None."""
+    outdone: Callable[..., str | None] = lambda **_: None
+    """The same to the reason why one further down the table is faster, by what was measured; an override by
+    name does not ask."""
 
 
 def choose(
@@ -111,7 +114,7 @@ def _choose(
     for entry in table:
         if entry.platform not in (None, target.platform):
             continue
-        reason = entry.obstacle(**facts)
+        reason = entry.obstacle(**facts) or entry.outdone(**facts)
         if reason is None:
             _log(operation, entry.name, target.device_kind or target.platform, "; ".join(reasons))
             return entry, False

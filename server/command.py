@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import ipaddress
-import os
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -17,7 +15,7 @@ from typing import TYPE_CHECKING
 from jaxserve.commands.command import add_verbose_argument, say, shows_status
 from jaxserve.commands.options import add_engine_arguments, read_engine_settings
 from jaxserve.commands.processes import add_process_arguments, follows, join_processes
-from jaxserve.interrupts import interrupts_deferred
+from jaxserve.interrupts import interrupts_deferred, leave_at_once
 from server.route_arguments import RouteArguments, read_routes
 from server.telemetry_arguments import add_telemetry_arguments, read_outlets, read_statistics
 
@@ -51,8 +49,8 @@ SIGTERM or Ctrl-C lets running requests end; a second one does not."""
 _ORIGIN_HELP = "web origin whose pages may ask over HTTP, * for all; may be repeated (default: none)"
 _ROUTE_HELP = """another model, or the same one otherwise, as chat=smollm2-135m,fallback=chat-int8: KEY is
 dtype, quantize, kv, kv_memory, host_kv_memory, slots, max_model_len, max_chunk, deterministic, speculative,
-draft_quantize, mesh (tensor=4+expert=2), policy, max_waiting, prefix_cache, generation_config or fallback,
-the route that answers what this one has no room for; may be repeated"""
+draft_quantize, mesh (tensor=4+expert=2), prefill_mesh, policy, max_waiting, prefix_cache, generation_config
+or fallback, the route that answers what this one has no room for; may be repeated"""
 
 _POLICY_HELP = """scheduler policy, a .toml or .json file: priority classes with their shares, floors, targets
 and queue limits, quotas of tenants, the budget of retries (default: interactive, default and batch); or what
@@ -257,15 +255,8 @@ def _serve(
     with closing(outlets):
         status = asyncio.run(main())
     if loader.running or (job is not None and status):
-        _leave_at_once(status)
+        leave_at_once(status)
     return status
-
-
-def _leave_at_once(status: int) -> None:
-    """End the process over a thread that loads or compiles, or waits for a process that is gone."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
 
 
 def _doors(args: argparse.Namespace, access: Access, routes: Routes) -> list[Door]:

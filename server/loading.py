@@ -195,6 +195,9 @@ def describe(
     )
     decode, chunk = (" ".join(map(str, rungs)) for rungs in (config.decode_rows, config.chunk_rows))
     mesh = f", {mesh_name(config.mesh)}" if config.mesh else ""
+    prefill_mesh = route.settings.get("prefill_mesh")
+    if prefill_mesh is not None:
+        mesh += f"; prompts on {prefill_mesh}"
     own = "" if identity.model == identity.name else f" is {identity.model}"
     overflow = "" if route.fallback is None else f", overflow to {route.fallback}"
     source = "" if route.policy_file is None else f" ({route.policy_file})"

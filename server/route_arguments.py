@@ -178,6 +178,7 @@ _KEYS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "speculative": ("speculative", lambda text: None if text == "none" else parse_speculative(text)),
     # A comma ends an entry.
     "mesh": ("mesh", lambda text: parse_mesh_option(text.replace("+", ","))),
+    "prefill_mesh": ("prefill_mesh", lambda text: parse_mesh_option(text.replace("+", ","))),
     "draft_quantize": ("draft_quantize", recipe_name),
     "max_waiting": ("max_waiting", _whole),
     "policy": ("policy_file", lambda text: Path(_name(text))),

@@ -73,7 +73,7 @@ def _make_mesh(axes: MeshAxes, devices: tuple[Any, ...]) -> Mesh:
     names, sizes = zip(*axes, strict=True)
     size = mesh_size(axes)
     automatic = (AxisType.Auto,) * len(axes)
-    if size == len(devices) and devices[0].platform != "cpu":
+    if size == len(devices) == jax.device_count() and devices[0].platform != "cpu":
         # So that neighbours in the mesh are neighbours by wire.
         return jax.make_mesh(sizes, names, axis_types=automatic, devices=devices)
     return Mesh(np.array(devices[:size]).reshape(sizes), names, axis_types=automatic)

@@ -68,6 +68,8 @@ class FakeEngine:
         self._domains: list[Hashable] = []
         """Those that have been seen, by the number that stands for them in a page's bytes."""
         self.num_page_writes = 0
+        self.steps_done = 1 << 30
+        """Steps that are done before they are collected."""
         self.plans: list[StepPlan] = []
         self.loads: list[SlotLoad] = []
 
@@ -84,6 +86,11 @@ class FakeEngine:
     def kernels(self) -> Mapping[str, str]:
         """What a device's engine was compiled with."""
         return {"everything": "by hand"}
+
+    @property
+    def prefill(self) -> None:
+        """What a device's engine has where another computes prompts for it."""
+        return None
 
     def load_slot(self, load: SlotLoad) -> None:
         limits = self._limits
@@ -164,9 +171,18 @@ class FakeEngine:
             raise self._error
         return handle.device_result
 
+    def is_ready(self, handle: StepHandle) -> bool:
+        """Whether a step of a prefill side is done: none is until `steps_done` says so, but by waiting."""
+        index = next(n for n, (one, _) in enumerate(self._in_flight) if one is handle)
+        return self.num_collected + index < self.steps_done
+
     @property
     def num_collected(self) -> int:
         return len(self.plans) - len(self._in_flight)
+
+    def share_domains(self, other: FakeEngine) -> None:
+        """Number domains as another engine does, so that bytes of pages mean the same to both."""
+        self._domains = other._domains
 
     @property
     def page_bytes(self) -> tuple[int, ...]:

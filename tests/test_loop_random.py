@@ -23,6 +23,7 @@ from tests.drafters import foreseeing
 from tests.fake_draft_model import FakeDraftingEngine
 from tests.fake_engine import FakeEngine
 from tests.fake_limits import make_limits
+from tests.fake_prefill import FakePrefill
 from tests.fake_replicas import fake_engine
 from tests.fake_sequence import expected_answer
 from tests.policies import UNFORESEEN
@@ -109,6 +110,12 @@ class LoopMachine(RuleBasedStateMachine):
         slowness=st.sampled_from([1e-9, 1e-9, 1e-9, 1.0]),
         policy=st.sampled_from([UNFORESEEN, UNFORESEEN, DEFAULT_POLICY]),
         num_replicas=st.sampled_from([1, 1, 1, 2, 3]),
+        prefill=st.one_of(
+            st.none(),
+            st.fixed_dictionaries(
+                {"share": st.sampled_from([0.5, 1.0, 2.0]), "num_slots": st.integers(1, 4)},
+            ),
+        ),
     )
     def start(
         self,
@@ -126,6 +133,7 @@ class LoopMachine(RuleBasedStateMachine):
         slowness: float,
         policy: SchedulerPolicy,
         num_replicas: int,
+        prefill: dict[str, Any] | None,
     ) -> None:
         num_pages, windows = pool
         self.limits = make_limits(
@@ -161,6 +169,13 @@ class LoopMachine(RuleBasedStateMachine):
             if max_drafts
             else None
         )
+        self.prefill = None
+        if prefill and num_replicas == 1 and not by_model and isinstance(engine, FakeEngine):
+            own_pages = [2 + int(prefill["share"] * (pages - 2)) for pages in num_pages]
+            self.prefill = FakePrefill(
+                engine, num_pages=own_pages, num_slots=prefill["num_slots"], cache=cache
+            )
+            self.prefill.engine.steps_done = 0
         self.loop = HostLoop(
             engine,
             overlap=overlap,
@@ -170,6 +185,7 @@ class LoopMachine(RuleBasedStateMachine):
             clock=lambda: self.now,
             policy=policy,
             speculation=speculation,
+            prefills=None if self.prefill is None else self.prefill.side,
         )
         self.submitted: dict[str, tuple[list[int], SamplingParams]] = {}
         self.deadlines: dict[str, float] = {}
@@ -211,6 +227,13 @@ class LoopMachine(RuleBasedStateMachine):
         assert not self.loop.abort(name)
         self.open.discard(name)
         self.aborted.add(name)
+
+    @precondition(lambda self: self.prefill is not None)
+    @rule(count=st.integers(1, 4))
+    def compute_prompts(self, count: int) -> None:
+        """The steps of the prefill side come to their ends, whenever it suits them."""
+        engine = self.prefill.engine
+        engine.steps_done = max(engine.steps_done, engine.num_collected) + count
 
     @rule(count=st.integers(1, 6))
     def step(self, count: int) -> None:

@@ -28,6 +28,7 @@ _ENGINE_ARGUMENTS = (
     "max_chunk",
     "speculative",
     "mesh",
+    "prefill_mesh",
     "draft_quantize",
 )
 _SAMPLING_ARGUMENTS = (
@@ -119,6 +120,12 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="AXES",
         help="devices that share the model: tensor=N, expert=N, pipe=N, data=N for replicas, with commas, or "
         "auto (default: one)",
+    )
+    add(
+        "--prefill-mesh",
+        type=parse_mesh_option,
+        metavar="AXES",
+        help="further devices, that compute prompts for those of --mesh, as tensor=N (default: none)",
     )
     add("--speculative", type=parse_speculative, metavar="HOW", help=f"draft answers, {SPECULATIVE_HELP}")
     add(

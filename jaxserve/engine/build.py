@@ -11,33 +11,35 @@ from dataclasses import replace
 import jax
 
 from jaxserve.config import CacheConfig, EngineConfig, FloatFormat, KvFormat, ModelConfig
-from jaxserve.engine.chain_drafts import DRAFT_PARAMETERS
+from jaxserve.engine.chain_drafts import DRAFT_PARAMETERS, resolve_draft_layers
 from jaxserve.engine.compile_cache import compile_counter, enable_compilation_cache
 from jaxserve.engine.engine import DeviceEngine
 from jaxserve.engine.loading import named_parameters, reported, stored_as
 from jaxserve.engine.memory import free_for_pages, free_memory, return_freed_memory, weight_bytes
-from jaxserve.engine.mesh import num_pools, resolve_mesh, slots_of_each, spread_model
+from jaxserve.engine.mesh import mesh_of, num_pools, resolve_mesh, slots_of_each, spread_model
 from jaxserve.engine.options import EngineOptions
 from jaxserve.engine.parameters import place_parameters
 from jaxserve.engine.pool_size import resolve_pages
+from jaxserve.engine.prefill import check_prefill, for_prompts, prefill_options, told_apart, with_counterpart
 from jaxserve.engine.processes import join_engine
 from jaxserve.engine.programs import compile_programs
 from jaxserve.engine.state import MAX_EOS_IDS
 from jaxserve.model.cache import page_layouts
 from jaxserve.model.transformer import LayerLoop, Params
 from jaxserve.quantization import STORED, recipe_in_force, recipe_named, recipe_of_label
-from jaxserve.sizes import DRAFT_ROWS, default_sizes, ladder, lowest_chunk
+from jaxserve.sizes import DRAFT_ROWS, chunk_ladder, default_sizes, ladder
 from jaxserve.speculation import read_speculative
 from jaxserve.weights import AnyCheckpoint, Checkpoint, cache_home
 from pallas_kernels import native
 from pallas_kernels.dispatch import Target, default_target
 from pallas_kernels.ragged_paged_attention import reads_pages_natively
-from sharding import DATA, PIPE, MeshAxes, make_mesh, mesh_name, mesh_size, parse_mesh
+from sharding import DATA, PIPE, MeshAxes, mesh_name, mesh_size, parse_mesh
 
 LOGGER = logging.getLogger(__name__)
 
 Progress = Callable[[str, int, int], None]
-"""Called, from either of two threads, with "load" or "compile", what is done so far, and the total."""
+"""Called, from either of two threads, with "load" or "compile", what is done so far, and the total; after
+"prefill " for what computes prompts apart."""
 
 SHAPE_INVARIANT_ROWS = 4
 """Fewest of a step in the shape-invariant mode, unless products are exact: XLA on CPU multiplies a single row
@@ -67,6 +69,20 @@ def build_engine(
     Raises ValueError, naming the value and the limit, for options that the model or the machine cannot meet.
     """
     config = configure(checkpoint, options, draft, loaded=params is not None)
+    engine = _build(checkpoint, config, draft, params, on_progress)
+    if options.prefill_mesh is not None:
+        own = configure(checkpoint, prefill_options(options, config), first_device=mesh_size(config.mesh))
+        engine.prefill = _build(checkpoint, own, None, None, told_apart(on_progress))
+    return engine
+
+
+def _build(
+    checkpoint: AnyCheckpoint,
+    config: EngineConfig,
+    draft: AnyCheckpoint | None,
+    params: Params | None,
+    on_progress: Progress,
+) -> DeviceEngine:
     target = local_target()
     layer_loop = layer_loop_for(target, spread=bool(config.mesh))
     # Programs are compiled from shapes alone, so the weights are read meanwhile.
@@ -112,6 +128,7 @@ def configure(
     draft: AnyCheckpoint | None = None,
     *,
     loaded: bool = False,
+    first_device: int = 0,
 ) -> EngineConfig:
     """What an engine of these options compiles against, on this machine; its compilation cache is ready then.
 
@@ -120,6 +137,7 @@ def configure(
         options: how it runs.
         draft: the model that drafts, where the options say that one does.
         loaded: whether the weights lie on the devices already.
+        first_device: of an engine that computes prompts for another, the devices that the other has.
 
     Raises ValueError, naming the value and the limit, for options that the model or the machine cannot meet.
     """
@@ -144,11 +162,13 @@ def configure(
             if one is not None
         )
 
-    free = functools.partial(free_memory, platform)
+    free = functools.partial(free_memory, platform, first_device=first_device)
     num_processes = jax.process_count()
     axes = resolve_mesh(
         options.mesh, model, num_devices, platform, lambda: free(num_devices), own_weights, num_processes
     )
+    if options.prefill_mesh is not None:
+        check_prefill(options, axes, model, num_devices, platform, num_processes)
     if num_processes > 1 and options.host_kv_memory is not None:
         raise ValueError(f"host_kv_memory with {num_processes} processes: it works in a single one")
     if draft is not None and mesh_size(axes) > 1:
@@ -160,7 +180,10 @@ def configure(
     if platform != "cpu" and options.kv_memory is None and options.num_pages is None:
         own_pool = free_for_pages(free(mesh_size(axes)), 0 if loaded else own_weights(axes))
         options = replace(options, kv_memory=own_pool * num_pools(axes))
-    return resolved(options)
+    config = resolved(options)
+    if first_device:
+        return for_prompts(config, first_device)
+    return config if options.prefill_mesh is None else with_counterpart(config)
 
 
 def _drafting_config(config: EngineConfig, draft: AnyCheckpoint, options: EngineOptions) -> EngineConfig:
@@ -192,7 +215,7 @@ def resolve_here(
     dtype, max_model_len = resolve_dtype(options, platform), _resolve_max_model_len(options, model, draft)
     axes = parse_mesh(options.mesh) if options.mesh else ()
     config = resolve_config(model, options, platform, dtype, max_model_len, axes, draft)
-    if options.deterministic is None and _is_invariant_for_nothing(config):
+    if options.deterministic is None and options.prefill_mesh is None and _is_invariant_for_nothing(config):
         wanted = replace(options, deterministic=True)
         return resolve_config(model, wanted, platform, dtype, max_model_len, axes, draft)
     return config
@@ -211,7 +234,7 @@ def load_parameters(
     checkpoint: AnyCheckpoint, config: EngineConfig, on_progress: Progress = lambda stage, done, total: None
 ) -> Params:
     """A model's parameters on the devices, as the programs for this config take them."""
-    mesh = make_mesh(config.mesh)
+    mesh = mesh_of(config)
     named = named_parameters(checkpoint, config, mesh)
     named = reported(named, config.model, lambda done, total: on_progress("load", done, total))
     layer_loop = layer_loop_for(local_target(), spread=mesh is not None)
@@ -265,7 +288,7 @@ def resolve_config(
         max_model_len=max_model_len,
         num_slots=num_slots,
         decode_rows=ladder(fewest, num_slots),
-        chunk_rows=_chunk_rows(options, fewest, num_slots, max_chunk),
+        chunk_rows=_chunk_rows(options, fewest, num_slots, max(max_chunk, num_slots), on_cpu=on_cpu),
         compute_format=dtype,
         recipe=_resolve_recipe(options),
         max_logprobs=min(options.max_logprobs, model.vocab_size),
@@ -274,7 +297,7 @@ def resolve_config(
         context_block=max(128, page_size),
         max_iterations=options.max_iterations,
         max_drafts=options.max_drafts if options.speculative else 0,
-        draft_layers=_resolve_draft_layers(options, model, mesh),
+        draft_layers=resolve_draft_layers(options.speculative, model, mesh),
         moves_pages=options.host_kv_memory is not None,
         mesh=mesh,
     )
@@ -294,32 +317,16 @@ def _has_exact_products(model: ModelConfig, quantize: str | None) -> bool:
     return quantize is not None and recipe_named(quantize).sums_integers and not model.num_experts
 
 
-def _chunk_rows(options: EngineOptions, fewest: int, num_slots: int, max_chunk: int) -> tuple[int, ...]:
+def _chunk_rows(
+    options: EngineOptions, fewest: int, num_slots: int, longest: int, *, on_cpu: bool
+) -> tuple[int, ...]:
     """Rows of the steps that take chunks of prompts or verify drafts, and in the shape-invariant mode of all
     steps."""
-    longest = max(max_chunk, num_slots)
     if options.deterministic and fewest > 1:
         return ladder(fewest, longest)
     single = ladder(fewest, num_slots) if options.deterministic else ()
     drafts = () if options.speculative is None else (rows for rows in DRAFT_ROWS if rows < longest)
-    return tuple(sorted({*single, *drafts, *ladder(lowest_chunk(num_slots), longest)}))
-
-
-def _resolve_draft_layers(options: EngineOptions, model: ModelConfig, mesh: MeshAxes) -> int:
-    """Layers that draft in the engine. Raises ValueError for more than all but the last, and where stages
-    share them out."""
-    num_layers = read_speculative(options.speculative).num_layers if options.speculative else 0
-    if num_layers >= model.num_layers:
-        raise ValueError(
-            f"speculative {options.speculative!r}: the model has {model.num_layers} layers, of which 1 to "
-            f"{model.num_layers - 1} can draft"
-        )
-    if num_layers and PIPE in dict(mesh):
-        raise ValueError(
-            f"speculative {options.speculative!r} on mesh {mesh_name(mesh)}: the first layers draft "
-            f"where all layers are, so without {PIPE!r}"
-        )
-    return num_layers
+    return tuple(sorted({*single, *drafts, *chunk_ladder(num_slots, longest, on_cpu=on_cpu)}))
 
 
 def layer_loop_for(target: Target, *, spread: bool = False) -> LayerLoop:

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from jaxserve.config import ModelConfig
 from jaxserve.engine.ragged import ragged_rows
 from jaxserve.engine.sampling import choose, sampling_rows
 from jaxserve.engine.state import DeviceState
@@ -33,6 +34,8 @@ from jaxserve.model.cache import Cache, draft_layouts
 from jaxserve.model.rows import Rows
 from jaxserve.model.transformer import Params, Transformer
 from jaxserve.plan import ENGINE_DRAFT
+from jaxserve.speculation import read_speculative
+from sharding import PIPE, MeshAxes, mesh_name
 
 Carry = tuple[jax.Array, Cache, jax.Array, jax.Array]
 DRAFT_PARAMETERS = "draft"
@@ -190,3 +193,20 @@ def _of_size(logits_SV: jax.Array, vocab: int) -> jax.Array:
     if missing > 0:
         return jnp.pad(logits_SV, ((0, 0), (0, missing)), constant_values=-jnp.inf)
     return logits_SV[:, :vocab]
+
+
+def resolve_draft_layers(speculative: str | None, model: ModelConfig, mesh: MeshAxes) -> int:
+    """Layers that draft in the engine. Raises ValueError for more than all but the last, and where stages
+    share them out."""
+    num_layers = read_speculative(speculative).num_layers if speculative else 0
+    if num_layers >= model.num_layers:
+        raise ValueError(
+            f"speculative {speculative!r}: the model has {model.num_layers} layers, of which 1 to "
+            f"{model.num_layers - 1} can draft"
+        )
+    if num_layers and PIPE in dict(mesh):
+        raise ValueError(
+            f"speculative {speculative!r} on mesh {mesh_name(mesh)}: the first layers draft "
+            f"where all layers are, so without {PIPE!r}"
+        )
+    return num_layers

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -17,11 +18,14 @@ from jaxserve.engine.page_moves import PAGES_PER_MOVE, Bytes, DevicePageRead, pa
 from jaxserve.engine.programs import Programs, StepProgram, make_spread_state
 from jaxserve.engine.replicas import packing_for
 from jaxserve.engine.slots import pack_reads
+from jaxserve.engine.state import DeviceState
 from jaxserve.engine.step import unpack_result
 from jaxserve.model.transformer import Params
 from jaxserve.plan import EngineLimits, IntArray, SlotLoad, StepHandle, StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 
 class DeviceEngine:
@@ -40,8 +44,9 @@ class DeviceEngine:
         self._programs = programs
         self._packing = packing_for(config)
         self._state = make_spread_state(config)
-        self._compiles_when_ready = compile_counter().count
-        self._compiles_reported = 0
+        self.prefill: DeviceEngine | None = None
+        """Computes prompts for this one, on devices of its own."""
+        self.mark_ready()
 
     @property
     def config(self) -> EngineConfig:
@@ -111,9 +116,33 @@ class DeviceEngine:
         self._state, result = program.run(self._params, self._state, packed, *counts)
         return StepHandle(plan, result)
 
+    def is_ready(self, handle: StepHandle) -> bool:
+        """Whether `collect` would not have to wait."""
+        return handle.device_result.is_ready()
+
     def collect(self, handle: StepHandle) -> StepResult:
         """Wait for a step and bring its result to the host."""
         return unpack_result(self._packing.rows(handle.plan, np.asarray(handle.device_result)))
+
+    @property
+    def state_shapes(self) -> DeviceState:
+        """Shapes of the state's arrays, and where they lie."""
+        return jax.tree.map(
+            lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding), self._state
+        )
+
+    def read_state(self, program: Callable[..., Result], *given: Any) -> Result:
+        """What a program reads in the state as every step dispatched so far leaves it."""
+        return program(self._state, *given)
+
+    def update_state(self, program: Callable[..., DeviceState], *given: Any) -> None:
+        """Have a program change the state, which it is given, before any step dispatched from now on."""
+        self._state = program(self._state, *given)
+
+    def mark_ready(self) -> None:
+        """What has been compiled until now was compiled in time."""
+        self._compiles_when_ready = compile_counter().count
+        self._compiles_reported = 0
 
     @property
     def page_bytes(self) -> tuple[int, ...]:

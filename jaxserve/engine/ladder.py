@@ -7,7 +7,8 @@ from jaxserve.plan import StepShape
 
 
 def decode_shapes(config: EngineConfig) -> tuple[StepShape, ...]:
-    """Steps with one row a sequence. None in the shape-invariant mode, which has chunk steps only."""
+    """Steps with one row a sequence. None in the shape-invariant mode, which has chunk steps only, and
+    where only prompts are computed."""
     if config.deterministic:
         return ()
     return tuple(StepShape(rows, rows, rows, decode=True) for rows in config.decode_rows)

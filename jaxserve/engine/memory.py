@@ -53,13 +53,14 @@ def free_for_pages(memory_bytes: int, weights: int) -> int:
     return left
 
 
-def free_memory(platform: str, num_devices: int) -> int:
-    """Bytes that are free on each of the first devices, those of other processes too, which all ask then.
+def free_memory(platform: str, num_devices: int, first_device: int = 0) -> int:
+    """Bytes that are free on each of the devices from the first on, those of other processes too, which all
+    ask then.
 
     Raises ValueError for devices that do not tell.
     """
     free: list[int] = []
-    for device in jax.devices()[:num_devices]:
+    for device in jax.devices()[first_device : first_device + num_devices]:
         if device.process_index != jax.process_index():
             continue
         stats = device.memory_stats()

@@ -5,10 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 
-from jaxserve.config import ModelConfig
+import jax
+from jax.sharding import Mesh
+
+from jaxserve.config import EngineConfig, ModelConfig
 from jaxserve.model.spread import repeat_kv_heads
 from jaxserve.model.stages import stages_of
-from sharding import DATA, EXPERT, PIPE, TENSOR, MeshAxes, mesh_name, mesh_size, parse_mesh
+from sharding import DATA, EXPERT, PIPE, TENSOR, MeshAxes, make_mesh, mesh_name, mesh_size, parse_mesh
 
 logger = logging.getLogger(__name__)
 
@@ -18,6 +21,13 @@ WEIGHTS_SHARE = 0.5
 _MOST_DEVICES = 1024
 """Up to which the sizes that a model can be cut into are looked for."""
 _GIB = 2**30
+
+
+def mesh_of(config: EngineConfig) -> Mesh | None:
+    """The devices of an engine; None for one that takes the first alone."""
+    if not config.first_device:
+        return make_mesh(config.mesh)
+    return make_mesh(config.mesh, jax.devices()[config.first_device :])
 
 
 def spread_model(model: ModelConfig, axes: MeshAxes) -> ModelConfig:

@@ -72,6 +72,10 @@ class EngineOptions:
     all weights and a part of the sequences; with commas, or "auto", the fewest on which weights leave as much
     memory to pages; None takes the first device."""
 
+    prefill_mesh: str | None = None
+    """Devices after those of `mesh` on which prompts are computed, with weights and pages of their own, where
+    there is room; answers are decoded on the others. None computes all in one place."""
+
     def __post_init__(self) -> None:
         for name in _SIZES:
             value = getattr(self, name)
@@ -81,19 +85,26 @@ class EngineOptions:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} {value!r} is not a whole number from 1 up")
+        for name, known in _CHOICES.items():
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} {getattr(self, name)!r} is not one of {', '.join(map(str, known))}")
+        self._check_names()
+
+    def _check_names(self) -> None:
+        """Raise ValueError for a name that stands for nothing."""
         if self.speculative is not None:
             try:
                 read_speculative(self.speculative)
             except ValueError as error:
                 raise ValueError(f"speculative {error}") from error
-        for name, known in _CHOICES.items():
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name} {getattr(self, name)!r} is not one of {', '.join(map(str, known))}")
         for recipe in (self.quantize, self.draft_quantize):
             if recipe is not None:
                 recipe_named(recipe)
-        if self.mesh not in (None, AUTO):
-            parse_mesh(self.mesh)
+        if self.prefill_mesh == AUTO:
+            raise ValueError("prefill_mesh auto: name its axes, as in tensor=2")
+        for mesh in (self.mesh, self.prefill_mesh):
+            if mesh not in (None, AUTO):
+                parse_mesh(mesh)
 
 
 def engine_options(settings: Mapping[str, Any]) -> EngineOptions:

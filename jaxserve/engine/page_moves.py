@@ -24,7 +24,7 @@ from sharding import named_sharding, per_shard
 PAGES_PER_MOVE = 8
 """Pages that one call of a program moves; the rest of a last call is page 0, which nobody is given."""
 
-_MOVED_AXES = (None, *CACHE_AXES)
+MOVED_AXES = (None, *CACHE_AXES)
 """Of pages with all their layers: every device moves its own heads' and layers'."""
 Bytes = npt.NDArray[np.uint8]
 Contents = tuple[jax.Array | np.ndarray, ...]
@@ -153,7 +153,7 @@ def _compile(group: int, num_pages: int, state: DeviceState, mesh: Mesh | None) 
             functools.partial(read_group, num_pages=num_pages),
             mesh,
             in_axes=(CACHE_AXES, ()),
-            out_axes=_MOVED_AXES,
+            out_axes=MOVED_AXES,
         )
         return run(state.cache[group], pages_B)
 
@@ -161,7 +161,7 @@ def _compile(group: int, num_pages: int, state: DeviceState, mesh: Mesh | None) 
         run = per_shard(
             functools.partial(write_group, num_pages=num_pages),
             mesh,
-            in_axes=(CACHE_AXES, _MOVED_AXES, ()),
+            in_axes=(CACHE_AXES, MOVED_AXES, ()),
             out_axes=CACHE_AXES,
         )
         written = run(state.cache[group], contents, pages_B)
@@ -176,7 +176,7 @@ def _compile(group: int, num_pages: int, state: DeviceState, mesh: Mesh | None) 
 
 
 def _place(shape: tuple[int, ...], mesh: Mesh | None) -> Sharding | None:
-    return None if mesh is None else named_sharding(shape, _MOVED_AXES, mesh)
+    return None if mesh is None else named_sharding(shape, MOVED_AXES, mesh)
 
 
 def _on_host(places: tuple[Sharding | None, ...]) -> tuple[Sharding | None, ...]:

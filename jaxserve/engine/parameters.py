@@ -218,7 +218,7 @@ class _Layers:
         entries, count = self._entries[segment][position], self._model.segments[segment].count
         info = layer_parameters(self._model, self._model.layers[layer])[name]
         num_parts = num_shards(info.first_input_axis, self._mesh)
-        if self._layer_loop == "stacked" and name not in EXPERT_NAMES and fits_stack(array, num_parts):
+        if self._in_stack(name, array) and fits_stack(array, num_parts):
             stack = _with_member(entries.get(name), for_stack(array), repetition, count)
             entries[name] = jax.block_until_ready(stack)
             return
@@ -231,6 +231,16 @@ class _Layers:
         place = repetition, count
         stack = _with_repetition(entries.get(name), array, place, self._memory, stacked=stacked)
         entries[name] = jax.block_until_ready(stack)
+
+    def _in_stack(self, name: str, array: Any) -> bool:
+        """Whether a parameter is wanted in the form in which kernels read stacks."""
+        if name in EXPERT_NAMES:
+            return False
+        # On GPU matrices lie apart, but XLA would write those of four bits out widened, in every step.
+        apart = (
+            self._layer_loop == "unrolled" and isinstance(array, QuantisedWeight) and array.format.bits == 4
+        )
+        return self._layer_loop == "stacked" or apart
 
     @property
     def segments(self) -> tuple[tuple[dict[str, Any], ...], ...]:

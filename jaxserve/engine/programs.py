@@ -21,6 +21,7 @@ from jaxserve.engine import huge_pages
 from jaxserve.engine.chain_drafts import DRAFT_PARAMETERS, read_known
 from jaxserve.engine.iterations import run_iterations
 from jaxserve.engine.ladder import chunk_shapes, decode_shapes, read_widths
+from jaxserve.engine.mesh import mesh_of
 from jaxserve.engine.page_moves import PageProgram, compile_page_programs
 from jaxserve.engine.parameters import abstract_parameters
 from jaxserve.engine.replicas import (
@@ -49,7 +50,7 @@ from jaxserve.model.transformer import LayerLoop, Transformer
 from jaxserve.plan import SamplingParams, SlotLoad, StepPlan, StepShape
 from jaxserve.quantization import recipe_in_force
 from pallas_kernels.dispatch import Target, choices_recorded, default_target
-from sharding import DATA, make_mesh, replica_mesh
+from sharding import DATA, replica_mesh
 
 logger = logging.getLogger(__name__)
 
@@ -144,7 +145,7 @@ def abstract_state(config: EngineConfig, platform: str, mesh: Mesh | None) -> De
 
 def make_spread_state(config: EngineConfig) -> DeviceState:
     """An empty state, every part made where it lies."""
-    platform, mesh = jax.default_backend(), make_mesh(config.mesh)
+    platform, mesh = jax.default_backend(), mesh_of(config)
     make = functools.partial(make_state, config, page_layouts(config, platform))
     if mesh is None:
         state = jax.block_until_ready(make())
@@ -172,7 +173,7 @@ def compile_programs(
         on_progress: called with the programs compiled so far and their total.
     """
     started = time.monotonic()
-    mesh = make_mesh(config.mesh)
+    mesh = mesh_of(config)
     abstract = abstract_engine(config, layer_loop, target or default_target(), mesh)
     shapes = decode_shapes(config) + chunk_shapes(config)
     repeated = decode_shapes(config) if config.max_iterations > 1 else ()

@@ -6,7 +6,10 @@ The plan travels as one int32 vector and the result comes back as one int32 arra
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 from dataclasses import dataclass
+from typing import Any
 
 import flax.struct
 import jax
@@ -82,9 +85,10 @@ class PlanFormat:
 
     def pack(self, plan: StepPlan) -> np.ndarray:
         """The plan as one vector; its iterations travel beside it. Raises ValueError if it does not fit."""
-        slots, counts, logit_rows, grants, drafts, unread = self._empty()
-        num_sequences, row_ends = len(plan.slots), np.cumsum(plan.num_tokens)
-        num_rows, num_logit_rows = plan.num_rows, int(plan.num_logit_rows.sum())
+        vector = _padding(self).copy()
+        slots, counts, logit_rows, grants, drafts, unread = self._split(vector)
+        num_sequences, num_rows, row_ends = len(plan.slots), plan.num_rows, np.cumsum(plan.num_tokens)
+        num_logit_rows = int(plan.num_logit_rows.sum())
         if num_rows > self.shape.rows or num_logit_rows > self.shape.logit_rows:
             raise ValueError(f"a plan of {num_rows} rows and {num_logit_rows} logit rows for {self.shape}")
         slots[:num_sequences], counts[:num_sequences] = plan.slots, plan.num_tokens
@@ -107,28 +111,31 @@ class PlanFormat:
             drafts[: len(plan.drafts)] = plan.drafts
         if plan.unread is not None:
             unread[:num_sequences] = plan.unread
-        return np.concatenate([slots, counts, logit_rows, grants.reshape(-1), drafts, unread])
+        return vector
 
     def unpack(self, vector: jax.Array) -> Batch:
         """The vector as a batch, inside the step."""
-        ends = np.cumsum(self._sizes)
+        return Batch(*self._split(vector))
+
+    def _split(self, vector: Any) -> tuple[Any, ...]:
+        """The parts of a vector; of the host's, what is written to them is written to it."""
+        ends = itertools.accumulate(self._sizes)
         slots, counts, logit_rows, grants, drafts, unread = (
             vector[end - size : end] for end, size in zip(ends, self._sizes, strict=True)
         )
-        grants = grants.reshape(self.num_groups, self.num_grants, 3)
-        return Batch(slots, counts, logit_rows, grants, drafts, unread)
+        return slots, counts, logit_rows, grants.reshape(self.num_groups, self.num_grants, 3), drafts, unread
 
-    def _empty(self) -> tuple[np.ndarray, ...]:
-        shape = self.shape
-        grants = np.zeros((self.num_groups, self.num_grants, 3), np.int32)
-        grants[:, :, 0] = self.num_slots
-        return (
-            np.full(shape.sequences, self.num_slots, np.int32),
-            np.zeros(shape.sequences, np.int32),
-            np.full(shape.logit_rows, shape.rows, np.int32),
-            grants,
-            *(np.full(size, -1, np.int32) for size in self._sizes[-2:]),
-        )
+
+@functools.cache
+def _padding(form: PlanFormat) -> np.ndarray:
+    """The vector of a plan without sequences."""
+    sizes = form._sizes
+    vector = np.zeros(sum(sizes), np.int32)
+    slots, _, logit_rows, grants, drafts, unread = form._split(vector)
+    slots[:] = grants[:, :, 0] = form.num_slots
+    logit_rows[:] = form.shape.rows
+    drafts[:] = unread[:] = -1
+    return vector
 
 
 def run_step(

@@ -10,7 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.config import Activation, LayerKind
+from jaxserve.model.stacked import stacked_product
 from jaxserve.quantization.products import Reach, direct, quantised_product
+from jaxserve.quantization.stacked import stack_of_one
 from jaxserve.quantization.weight import QuantisedWeight, dequantise
 from pallas_kernels.dispatch import Target
 from pallas_kernels.int8_matmul import int8_matmul, join_halves, rounded_int8_matmul, split_halves
@@ -60,7 +62,8 @@ def product(x: jax.Array, weight: Weight) -> jax.Array:
 def product_flat(
     x: jax.Array, weight: Weight, reach: Reach | None = None, *, target: Target | None = None
 ) -> jax.Array:
-    """The same on one device, as a product of two matrices: all that XLA's kernels on CPU are fast at.
+    """The same on one device, as a product of two matrices: all that XLA's kernels on CPU are fast at, and
+    what a kernel on GPU takes.
 
     Args:
         x: the rows.
@@ -69,6 +72,10 @@ def product_flat(
         target: the device, for which kernels are chosen.
     """
     if isinstance(weight, QuantisedWeight):
+        if target is not None and target.platform == "gpu" and reach is None:
+            stack = stack_of_one(weight)
+            if stack is not None:
+                return stacked_product(x, stack, 0, out_type=jnp.float32, target=target)
         if weight.format.row_bits and reach is None:
             return rounded_product(x, jax.tree.map(lambda array: array[None], weight), 0, target=target)
         integers = functools.partial(contract_integers_flat, target=target)

@@ -25,6 +25,11 @@ class Chip:
     host. An estimate, where the source does not say otherwise."""
     source: str
 
+    @property
+    def is_cpu(self) -> bool:
+        """Whether it is a machine without accelerators."""
+        return self.name.startswith("cpu")
+
     def peak(self, operand_format: str) -> float:
         """Operations a second on operands of a format, or of the next wider one with a figure."""
         if operand_format not in _WIDER:

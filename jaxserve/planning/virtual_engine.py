@@ -15,7 +15,7 @@ import numpy.typing as npt
 from jaxserve.plan import EngineLimits, IntArray, SlotLoad, StepHandle, StepPlan, StepResult, StepShape
 from jaxserve.planning.cost_model import CostModel, Counts
 from jaxserve.planning.prompts import ANSWER_TOKEN
-from jaxserve.sizes import ladder, lowest_chunk
+from jaxserve.sizes import chunk_ladder, ladder
 
 StepTimer = Callable[[StepShape, Counts, Counts], float]
 """Seconds of a step: its shape, each sequence's tokens in the pool before it, each sequence's rows."""
@@ -137,7 +137,7 @@ def virtual_limits(
     """What an engine on these chips would state: the pool fills what the weights leave of the memory.
 
     `weight_bytes`: of the whole model; by default what the cost model's weight format makes of it. Shapes are
-    four apart, as the engine compiles them. Raises ValueError, with the bytes, for weights that
+    as the engine compiles them. Raises ValueError, with the bytes, for weights that
     do not fit or a pool that cannot hold one sequence of `max_model_len`.
     """
     footprint = cost.footprint
@@ -155,7 +155,8 @@ def virtual_limits(
         usable=memory_share * cost.chip.memory_bytes,
         weights=weight_bytes / cost.num_chips,
     )
-    decode, chunk = ladder(1, num_slots), ladder(lowest_chunk(num_slots), max(max_chunk, num_slots))
+    decode = ladder(1, num_slots)
+    chunk = chunk_ladder(num_slots, max(max_chunk, num_slots), on_cpu=cost.chip.is_cpu)
     return EngineLimits(
         num_slots=num_slots,
         max_model_len=length,

@@ -52,6 +52,16 @@ def fits_stack(parameter: Any, num_parts: int = 1) -> bool:
     return num_inputs % num_parts == 0 and pair_distance(num_inputs // num_parts) == pair_distance(num_inputs)
 
 
+def stack_of_one(weight: QuantisedWeight) -> StackedWeight | None:
+    """A matrix `[*out, *in]` as a stack `[1, *out, inputs]`, where that moves nothing but scales of groups.
+
+    None for what a stack has another form for, or none: numbers of four bits, minima, scales in float16.
+    """
+    if weight.format.storage == "uint4x2" or not fits_stack(weight):
+        return None
+    return jax.tree.map(lambda array: array[None], for_stack(weight))
+
+
 @jax.jit
 def for_stack(weight: QuantisedWeight) -> StackedWeight:
     """One layer's matrix `[*out, *in]` in the form of a stack, without the stack's first axis."""

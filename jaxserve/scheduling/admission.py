@@ -63,7 +63,14 @@ def _check_choice(params: SamplingParams, limits: EngineLimits) -> None:
 
 
 def check_pool(prompt_len: int, max_tokens: int, limits: EngineLimits) -> None:
-    """Raise ValueError if the request would not fit the whole pool by itself.
+    """Raise ValueError if the request would not fit the whole pool by itself."""
+    reason = pool_obstacle(prompt_len, max_tokens, limits)
+    if reason is not None:
+        raise ValueError(reason)
+
+
+def pool_obstacle(prompt_len: int, max_tokens: int, limits: EngineLimits) -> str | None:
+    """Why a request would not fit the whole pool by itself, or None.
 
     The last sampled token is never computed, so it needs no room.
     """
@@ -75,8 +82,9 @@ def check_pool(prompt_len: int, max_tokens: int, limits: EngineLimits) -> None:
             needed = min(needed, max_pages_spanned(window + limits.longest_lag, limits.page_size))
         if needed > num_pages - 1:
             kind = f"window {window}" if window else "full attention"
-            raise ValueError(
+            return (
                 f"{prompt_len} prompt tokens and max_tokens {max_tokens} need {needed} pages of "
                 f"{limits.page_size} tokens in the cache group with {kind}; the limit is its whole pool "
                 f"of {num_pages - 1} pages"
             )
+    return None

@@ -7,13 +7,14 @@ from jaxserve.scheduling.draft_tally import DraftingState
 from jaxserve.scheduling.request import Request
 from jaxserve.scheduling.step import ScheduledStep
 from jaxserve.speculation.budget import Debt, DraftingBudget
-from jaxserve.speculation.gain import StepKind, StepSeconds
+from jaxserve.speculation.gain import Slowness, StepKind, StepSeconds
 
 _NUM_TIMED = 5
 """Plain steps in a row where none of their size has been timed. The first follows one that was waited for, is
 not overlapped, and does not count."""
-_LONGEST_UNTIMED = 128
-"""Steps after which plain ones are timed again: machines and contexts change."""
+_FIRST_UNTIMED, _LONGEST_UNTIMED = 8, 128
+"""Steps after which plain ones are timed again, twice as many each time: how long they take by those that are
+waited for is soon to be known well, and seldom changes."""
 
 
 class DraftPace:
@@ -28,14 +29,17 @@ class DraftPace:
         self._adaptive = adaptive
         self._budget = DraftingBudget()
         self._debt = Debt()
-        self._plain = StepSeconds()
+        slowness = Slowness()
+        self._plain = StepSeconds(slowness)
         """Of steps that were not waited for."""
-        self._waited = StepSeconds()
+        self._waited = StepSeconds(slowness)
         self._num_to_time = _NUM_TIMED if adaptive else 0
         self._follows_waited = False
         """Whether the step before the one just collected was waited for."""
         self._num_untimed = 0
         """Steps waited for since plain ones have been timed."""
+        self._most_untimed = _FIRST_UNTIMED
+        """Of these before they are timed again."""
         self._had_drafts = False
         """Whether there were any since drafting last began."""
         self._share = 0.0
@@ -66,7 +70,10 @@ class DraftPace:
         if not self._adaptive:
             return True
         self._num_untimed += 1
-        if self._plain.mean(self.plain_kind(num_decoding)) is None or self._num_untimed > _LONGEST_UNTIMED:
+        unknown = self._plain.typical(self.plain_kind(num_decoding)) is None
+        if unknown or self._num_untimed > self._most_untimed:
+            if not unknown:
+                self._most_untimed = min(2 * self._most_untimed, _LONGEST_UNTIMED)
             self._num_to_time, self._num_untimed = _NUM_TIMED - 1, 0
             return False
         return True
@@ -81,9 +88,11 @@ class DraftPace:
         return self._limits.fit(rows, num_decoding, rows, False) if num_drafts else None
 
     def seconds(self, num_decoding: int, shape: StepShape | None, num_rounds: int) -> float:
-        """What a step is expected to take that verifies drafts in a shape, or for None a plain one."""
+        """What a step is expected to take that verifies drafts in a shape, or for None has none: it was
+        waited for all the same."""
         if shape is None:
-            return self._plain.predict(self.plain_kind(num_decoding))
+            kind = self.plain_kind(num_decoding)
+            return self._waited.typical(kind) or self._plain.predict(kind)
         return self._waited.predict(StepKind(shape, num_rounds))
 
     def plain_kind(self, num_decoding: int) -> StepKind:
@@ -115,7 +124,7 @@ class DraftPace:
             return
         if plan.reads is None:
             self._waited.observe(kind, each)
-        plain = self._plain.mean(self.plain_kind(step.most_sampling))
+        plain = self._plain.typical(self.plain_kind(step.most_sampling))
         if plain:
             self._share, self._plain_step, self._num_sharing = plain, plain, len(step.rows)
             self.drafted_seconds += seconds
@@ -127,11 +136,12 @@ class DraftPace:
             self._save(step.cohort.requests, alone - seconds, counted=alone - usual - paid)
 
     def _observe_plain(self, kind: StepKind, seconds: float, num_steps: int, *, overlapped: bool) -> None:
-        plain = self._plain.mean(kind)
+        plain = self._plain.typical(kind)
         if overlapped:
             self._plain.observe(kind, seconds)
-        elif plain:  # What it takes longer than others do is the price of having drafted before.
-            self._budget.settle(max(-1.0, min(0.0, 1.0 - seconds / plain)))
+        elif plain and (waited := self._waited.typical(kind)):
+            # Nothing overlapped with it, which is the price of having drafted before.
+            self._budget.settle(min(0.0, 1.0 - waited / plain))
         self._earn(num_steps)
 
     def accept(self, requests: list[Request]) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from jaxserve.scheduling.prefix_caches import PrefixCaches
 from jaxserve.scheduling.queue import RequestQueue
 from jaxserve.scheduling.replica import Replica
-from jaxserve.scheduling.request import Request, RequestState
+from jaxserve.scheduling.request import Prefilled, Request, RequestState
 from jaxserve.scheduling.room import Start
 from jaxserve.scheduling.slots import SlotTable
 from jaxserve.scheduling.step import StepBuilder
@@ -165,8 +165,12 @@ class Newcomers:
             copies, num_computed = request.table.adopt(start.prefix), start.prefix.num_tokens
         if place.cache is not None and start.beyond is not None:
             num_computed += place.cache.restore(request, start.beyond)
-        if num_computed and not request.num_admissions and not request.sample_index:
-            request.submission.num_cached = num_computed
+        num_cached = num_computed
+        if request.prefilled is not None and request.prefilled.num_tokens > num_computed:
+            num_computed = self._take_prefilled(request, request.prefilled)
+            num_cached = max(num_cached, request.prefilled.num_cached)
+        if num_cached and not request.num_admissions and not request.sample_index:
+            request.submission.num_cached = num_cached
         self.num_recomputed += max(0, request.num_lost - num_computed)
         request.num_lost = 0
         todo = request.num_known - num_computed
@@ -184,3 +188,11 @@ class Newcomers:
             replica.prompts.drop_heir(request)
         if self._cache is not None and len(self._replicas) > 1:
             self._cache.forget(request)  # Others have been asked for its text too.
+
+    def _take_prefilled(self, request: Request, prefilled: Prefilled) -> int:
+        """Give a request pages for what has been computed elsewhere of its text, after those that it shares;
+        return the tokens that are computed then."""
+        first = request.table.num_spanned
+        request.table.take_computed(prefilled.num_tokens)
+        prefilled.wanted = range(first, request.table.num_spanned)
+        return prefilled.num_tokens

@@ -73,7 +73,8 @@ class Offload:
             raise ValueError(f"{len(tiers)} tiers for {len(windows)} cache groups")
         self.indices = [TierIndex(tier) for tier in tiers]
         self._transfer = transfer
-        self._page_size = page_size
+        self.page_size = page_size
+        """In tokens."""
         self._windows = tuple(windows)
         self._unwritten: deque[tuple[Root, Node]] = deque()
         self._writing: deque[_Writing] = deque()
@@ -131,9 +132,9 @@ class Offload:
 
     def num_bytes(self, cursor: TreeCursor) -> int:
         """Bytes that a request's pages in the tree will be to bring back, for `choose`."""
-        num_pages = cursor.num_tokens // self._page_size
+        num_pages = cursor.num_tokens // self.page_size
         return sum(
-            index.tier.page_bytes * (num_pages - first_page_read(num_pages, self._page_size, window))
+            index.tier.page_bytes * (num_pages - first_page_read(num_pages, self.page_size, window))
             for index, window in zip(self.indices, self._windows, strict=True)
         )
 
@@ -164,7 +165,7 @@ class Offload:
         num_pages = self._usable(columns, found.num_full)
         kept = [column[:num_pages] for column in columns]
         for column, window in zip(kept, self._windows, strict=True):
-            passed = first_page_read(found.num_full + num_pages, self._page_size, window) - found.num_full
+            passed = first_page_read(found.num_full + num_pages, self.page_size, window) - found.num_full
             column[: max(0, passed)] = [None] * max(0, passed)
         num_bytes = sum(
             index.tier.page_bytes * sum(page is not None for page in column)
@@ -207,7 +208,7 @@ class Offload:
         )
         pages = grow(num_pages)
         for group, content in enumerate(contents):
-            first = first_page_read(match.first_page + num_pages, self._page_size, self._windows[group])
+            first = first_page_read(match.first_page + num_pages, self.page_size, self._windows[group])
             numbers = [n for n in content if max(0, first - match.first_page) <= n < num_pages]
             if numbers:
                 targets = [pages[group][match.first_page + number] for number in numbers]
@@ -244,11 +245,11 @@ class Offload:
 
     def _names_after(self, found: PrefixMatch) -> list[PageName]:
         """The full pages of the query's text after those in the tree."""
-        query, width = found.query, self._page_size * TOKEN_BYTES
+        query, width = found.query, self.page_size * TOKEN_BYTES
         last = found.node or found.root
-        key = query.domain.key(self._page_size) if last is None else last.key
+        key = query.domain.key(self.page_size) if last is None else last.key
         names: list[PageName] = []
-        for index in range(found.num_full, query.limit // self._page_size):
+        for index in range(found.num_full, query.limit // self.page_size):
             label = query.text[index * width : (index + 1) * width]
             if index not in query.keys:
                 query.keys[index] = page_key(key, label)
@@ -269,7 +270,7 @@ class Offload:
                 number
                 for column, window in zip(columns, self._windows, strict=True)
                 for number in range(
-                    max(0, first_page_read(start + num_pages, self._page_size, window) - start), num_pages
+                    max(0, first_page_read(start + num_pages, self.page_size, window) - start), num_pages
                 )
                 if window and column[number] is None
             ]

@@ -90,7 +90,7 @@ class PageSwap:
         started = self._clock()
 
         def grow(num_pages: int) -> list[list[int]]:
-            table.take_computed(match.first_page + num_pages)
+            table.take_computed((match.first_page + num_pages) * self.offload.page_size)
             return table.pages
 
         num_pages = self.offload.restore(self.offload.begin(match), grow)

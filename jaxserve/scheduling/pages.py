@@ -214,15 +214,15 @@ class PageTable:
             self.num_spanned += 1
         return grown
 
-    def take_computed(self, num_pages: int) -> None:
-        """Acquire the pages, up to so many, that the token after them reads, for content that is to come.
+    def take_computed(self, num_tokens: int) -> None:
+        """Acquire the pages of so many tokens that the one after them reads, for content that is to come.
 
         Behind a group's window nothing is held. There must be enough free pages.
         """
-        position = num_pages * self._page_size
-        self.pass_window(position)
+        num_pages = -(-num_tokens // self._page_size)
+        self.pass_window(num_tokens)
         for group, (window, pages) in enumerate(zip(self._windows, self.pages, strict=True)):
-            first = window_start(position, window) // self._page_size if window else 0
+            first = window_start(num_tokens, window) // self._page_size if window else 0
             for index in range(self.num_spanned, num_pages):
                 pages.append(self._pool.acquire(group) if index >= first else 0)
             self.num_passed[group] = max(self.num_passed[group], min(first, num_pages))

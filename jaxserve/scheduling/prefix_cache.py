@@ -80,6 +80,13 @@ class PrefixCache:
         match = self._match(request)
         return match if match is not None and match.num_tokens else None
 
+    def match_full(self, request: Request) -> PrefixMatch | None:
+        """The same, as far as full pages go."""
+        match = self._match(request)
+        if match is None or not match.num_full:
+            return None
+        return replace(match, num_tokens=match.num_full * self._page_size, begun=())
+
     def match_beyond(self, request: Request) -> tuple[PrefixMatch, OffloadMatch] | None:
         """What a waiting request could start on after pages have been brought back, and these; None if
         there are none worth it. What they go on from can be empty."""

@@ -135,6 +135,16 @@ class RequestQueue:
                 passed.num_passed += 1
         return entry.account
 
+    def lend(self, request: Request, num_cached: int) -> None:
+        """A waiting request leaves, to be pushed again when its text has been computed elsewhere, for which
+        its tenant is charged as by `start`."""
+        entry = self._waiting[request]
+        self._order.serve(entry)
+        self._withdraw(entry)
+        if not entry.returns:
+            self.accounts.charge_prompt(entry.account, request.num_known - num_cached)
+        self.accounts.close(entry.account)
+
     def prepay(self, request: Request) -> int:
         """Charge a started request for the answer that is expected of it, once; return its output tokens for
         which it has paid. Those beyond are charged as they come."""

@@ -98,6 +98,18 @@ class Submission:
 
 
 @dataclass(slots=True, eq=False)
+class Prefilled:
+    """A text that has been computed elsewhere, on pages that are held there until they have been moved."""
+
+    num_tokens: int = 0
+    """Computed tokens; 0 where it came to nothing."""
+    num_cached: int = 0
+    """Of these, such as had been computed before."""
+    wanted: range = range(0)
+    """Indices of the pages that are to be moved, once it has a slot."""
+
+
+@dataclass(slots=True, eq=False)
 class Request:
     """One answer in the making: mutable host state, identified by object."""
 
@@ -124,6 +136,8 @@ class Request:
     """Preempted: tokens that it had computed."""
     drafts: DraftTally = field(default_factory=DraftTally)
     """All zero where nothing drafts."""
+    prefilled: Prefilled | None = None
+    """What comes of its text where that was lent, until it has been moved."""
     held: bool = False
     """Whether it may not go on until its caller has seen its last token: see `Scheduler.resume`."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -82,6 +83,17 @@ class Room:
         missing = np.maximum(missing, 0)
         return [int(np.minimum(missing, cap).sum()) + len(taken) for cap in self._caps]
 
+    def would_hold(self, lengths: Sequence[int]) -> bool:
+        """Whether requests of so many known tokens each would fit beside what is promised, in pages that are
+        free or can be had."""
+        promised = self.promised()
+        for group, cap in enumerate(self._caps):
+            evictable = 0 if self._cache is None else self._cache.num_evictable(group)
+            needed = promised[group] + sum(min(self._num_pages(length), cap) + 1 for length in lengths)
+            if needed > self._pool.num_free(group) + evictable:
+                return False
+        return True
+
     def num_unpromised(self, promised: list[int]) -> int:
         """Pages, of the group that has fewest, that are free or can be had and that nobody waits for."""
         evictable = [0 if self._cache is None else self._cache.num_evictable(g) for g in range(len(promised))]
@@ -113,6 +125,9 @@ class Room:
         prefix = self._prompts.find(request)
         if prefix is not None or self._cache is None:
             return Start(prefix, None)
+        if request.prefilled is not None and request.prefilled.num_tokens:
+            match = self._cache.match_full(request)  # What is moved comes in whole pages after these.
+            return Start(None if match is None else self._cache.prefix(match), match)
         beyond = self._cache.match_beyond(request)
         if beyond is not None:
             match, more = beyond

@@ -12,7 +12,7 @@ retired.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from jaxserve.scheduling.arrivals import Arrivals, take_tokens
 from jaxserve.scheduling.classes import SchedulerPolicy
 from jaxserve.scheduling.drafting import Drafting
 from jaxserve.scheduling.joint_step import join_parts
+from jaxserve.scheduling.lending import Lending
 from jaxserve.scheduling.newcomers import HURDLES, Hurdle, Newcomers
 from jaxserve.scheduling.page_swap import PageSwap
 from jaxserve.scheduling.pages import PagePool, PageTable
@@ -100,6 +101,7 @@ class Scheduler:
         self._rows = RunningRows(
             limits, self.max_chunk, self._table, self._queue, self._replicas, self.budget, self.drafting
         )
+        self._lending = Lending(self._queue, self.cache, limits.page_size)
         self._newcomers = Newcomers(self._table, self._queue, self._replicas, self.cache, self.budget)
         self.num_kept_out: dict[Hurdle, int] = dict.fromkeys(HURDLES, 0)
         """Steps that left requests waiting, by what these waited for; since the beginning."""
@@ -119,8 +121,9 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Requests in the queue; samples that wait for their prompt's first one are not in it yet."""
-        return len(self._queue)
+        """Requests in the queue, and those that are lent; samples that wait for their prompt's first one are
+        not in it yet."""
+        return len(self._queue) + len(self._lending)
 
     @property
     def num_free_pages(self) -> tuple[int, ...]:
@@ -193,10 +196,24 @@ class Scheduler:
     def expire(self, now: float) -> list[Request]:
         """Requests whose deadline has passed, for the caller to `finish` before they cost more."""
         table = self._table
-        expired, late = self._queue.expire(now), table.deadline <= now
+        expired, late = self._queue.expire(now) + self._lending.expired(now), table.deadline <= now
         if late.any():
             expired += [table.at(slot) for slot in late.nonzero()[0].tolist()]
         return expired
+
+    def lend(self, now: float, has_room: Callable[[int], bool]) -> Request | None:
+        """A waiting request whose text, but for its last token, is to be computed elsewhere: see `Lending`.
+        It comes back by `give_back`, unless it is finished before."""
+        return self._lending.lend(now, has_room)
+
+    def give_back(self, request: Request, now: float) -> None:
+        """A request that was lent waits for a slot, with what is `prefilled` of it."""
+        self._lending.give_back(request, now)
+
+    def has_room_for(self, lengths: Sequence[int]) -> bool:
+        """Whether the pool, where it is one, would hold waiting texts of so many tokens beside those that
+        run."""
+        return self._replicas[0].room.would_hold(lengths)
 
     def plan(self, now: float = 0.0) -> ScheduledStep | None:
         """The next step, which the caller must dispatch, or None if nothing can be computed just now, or is
@@ -272,6 +289,7 @@ class Scheduler:
             self._replica_of(request).pages.take_back(request)
         elif request.queued:
             self._queue.remove(request)
+        self._lending.forget(request)
         if self.cache is not None:
             self.cache.forget(request)
         if self.drafting is not None:
@@ -292,7 +310,7 @@ class Scheduler:
         self._table.check_integrity()
         for replica in self._replicas:
             replica.check_integrity(self._table.running_in(replica.number))
-            if not (len(self._table) or len(self._queue)) and len(replica.prompts):
+            if not (len(self._table) or self.num_waiting) and len(replica.prompts):
                 raise RuntimeError(f"{len(replica.prompts)} shared prompts are held for nobody")
 
     # Pieces ----------------------------------------------------------------------------------------------

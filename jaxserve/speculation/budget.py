@@ -6,7 +6,7 @@ _ALLOWANCE = 0.015
 """Of the time of steps without drafting, what trying to draft may lose."""
 _STAKE = 0.5
 """In plain steps, what is at stake each time that drafting is tried."""
-_MOST = 4.0
+_MOST = 8.0
 """In plain steps, how much of what has been saved lately may be lost again before drafting rests."""
 _TERM = 32
 """Steps over which most of what has been invested is paid back."""
@@ -45,15 +45,15 @@ class DraftingBudget:
 
     @property
     def open(self) -> bool:
-        """Whether drafting goes on."""
-        return self._open
+        """Whether drafting goes on; to be asked when all that a step has cost and brought is settled."""
+        return self._open and self._balance > 0.0
 
     def earn(self, num_steps: float) -> None:
         """So many steps were as without drafting."""
+        going_on = self.open
         self._balance = min(self._balance + _ALLOWANCE * num_steps, _MOST)
-        self._open = self._open or self._balance >= _STAKE
+        self._open = going_on or self._balance >= _STAKE
 
     def settle(self, num_steps: float) -> None:
         """Drafting has saved the time of so many plain steps; below 0 it has lost it."""
         self._balance = min(self._balance + num_steps, _MOST)
-        self._open = self._open and self._balance > 0.0

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from statistics import median
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from jaxserve.plan import IntArray, StepShape
 
@@ -15,8 +15,10 @@ _FORGET = 0.9
 """What a verification still counts for after one more of the same answer."""
 _PRIOR_WEIGHT = 2.0
 """In drafts, of what other answers have shown."""
-_MEMORY = 8
-"""Latest steps of a shape that make up its mean."""
+_MEMORY = 16
+"""Latest steps of a kind that tell what it usually takes."""
+_MOMENT = 9
+"""Latest steps, of whatever kind, that tell how fast the machine is now."""
 
 
 class Acceptance:
@@ -51,44 +53,72 @@ class StepKind(NamedTuple):
         return self.shape.rows + self.num_rounds
 
 
+class Slowness:
+    """How long all steps take now, by what they usually do: machines are shared, and contexts grow."""
+
+    def __init__(self) -> None:
+        self.factor = 1.0
+        self._latest: deque[float] = deque(maxlen=_MOMENT)
+
+    def observe(self, factor: float) -> None:
+        """A step took by so much longer. A pause of the machine is no news; a lasting change is."""
+        self._latest.append(factor)
+        if len(self._latest) == _MOMENT:
+            self.factor = median(self._latest)
+
+
 class StepSeconds:
     """How long steps of each kind take from one's end to the next one's, host and device together.
 
     It says what decoding gets through: of an overlapped step the host's work is hidden, and of one whose
-    drafts wait for the step before it is not.
+    drafts wait for the step before it is not. What kinds take by one another is learnt slowly, and how fast
+    all of them are at the moment from whichever is seen: what is rarely seen is not held to how the machine
+    did then.
     """
 
-    def __init__(self) -> None:
-        self._means: dict[StepKind, float] = {}
-        self._counts: Counter[StepKind] = Counter()
+    def __init__(self, slowness: Slowness | None = None) -> None:
+        """`slowness`: shared with others that are to be compared with these."""
+        self._slowness = slowness or Slowness()
+        self._latest: defaultdict[StepKind, deque[float]] = defaultdict(lambda: deque(maxlen=_MEMORY))
+        """As they would have been where the slowness is 1."""
+        self._usual: dict[StepKind, float] = {}
+        """The medians of these."""
+        self._has_begun: set[StepKind] = set()
         self._hints: dict[StepKind, float] = {}
 
     def observe(self, kind: StepKind, seconds: float) -> None:
         """A step took so long. The first of its kind is left out: it warms up."""
-        self._counts[kind] += 1
-        num_seen = self._counts[kind] - 1
-        if num_seen:
-            mean = self._means.get(kind, seconds)
-            # A pause of the machine is no news of the kind; a lasting change is learnt all the same.
-            news = min(seconds, 2.0 * mean) - mean
-            self._means[kind] = mean + news / min(num_seen, _MEMORY)
+        if kind not in self._has_begun:
+            self._has_begun.add(kind)
+            return
+        usual = self._usual.get(kind)
+        if usual:
+            self._slowness.observe(seconds / usual)
+        latest = self._latest[kind]
+        latest.append(seconds / self._slowness.factor)
+        self._usual[kind] = median(latest)
 
     def hint(self, kind: StepKind, seconds: float) -> None:
         """A step that did something else took so long; it counts where nothing better is known."""
+        seconds /= self._slowness.factor
         self._hints[kind] = min(seconds, self._hints.get(kind, seconds))
 
-    def mean(self, kind: StepKind) -> float | None:
-        """Seconds of such a step; None where none has been seen."""
-        return self._means.get(kind)
+    def typical(self, kind: StepKind) -> float | None:
+        """Seconds of such a step now; None where none has been seen."""
+        usual = self._usual.get(kind)
+        return None if usual is None else usual * self._slowness.factor
 
     def predict(self, kind: StepKind) -> float:
         """Seconds of a step; of a kind not seen yet between what the next smaller and larger ones take, or
-        as little as can be, so that it is tried."""
-        mean = self._means.get(kind, self._hints.get(kind))
-        if mean is not None:
-            return mean
-        known = self._hints | self._means
-        seen = [(one.size, mean) for one, mean in known.items()]
+        as little as can be, so that it is tried. None takes longer than a larger one: it was a pause that it
+        met when it was seen, and what nobody chooses is not seen again."""
+        return self._predict(kind) * self._slowness.factor
+
+    def _predict(self, kind: StepKind) -> float:
+        known = self._hints | self._usual
+        seen = [(one.size, seconds) for one, seconds in known.items()]
+        if kind in known:
+            return min([known[kind], *(seconds for size, seconds in seen if size > kind.size)])
         size, low = max((point for point in seen if point[0] <= kind.size), default=(0, 0.0))
         larger, high = min((point for point in seen if point[0] > kind.size), default=(0, low))
         if not size or high <= low:
@@ -115,13 +145,19 @@ def worthwhile_counts(
 
     Returns int32 [sequences].
     """
-    owners = np.repeat(np.arange(len(rates)), lengths)
-    places = np.concatenate([np.arange(1, length + 1) for length in lengths])
     # The chance that a draft becomes a token falls along an answer: the likeliest first keep its order.
-    chances: npt.NDArray[np.float64] = np.asarray(rates, np.float64)[owners] ** places
-    order = np.argsort(-chances, kind="stable")[:max_drafts]
-    expected = num_decoding + np.concatenate([[0.0], np.cumsum(chances[order])])
-    longest = np.concatenate([[0], np.maximum.accumulate(places[order])])
-    times = np.array([seconds(number, int(most)) for number, most in enumerate(longest)])
-    best = int(np.argmax(expected / np.maximum(times, 1e-9)))
-    return np.bincount(owners[order[:best]], minlength=len(rates)).astype(np.int32)
+    chances = [
+        (rate**place, owner, place)
+        for owner, (rate, length) in enumerate(zip(rates, lengths, strict=True))
+        for place in range(1, length + 1)
+    ]
+    chances.sort(key=lambda chance: -chance[0])
+    expected, longest, best, num_best = float(num_decoding), 0, 0.0, 0
+    for number in range(min(len(chances), max_drafts) + 1):
+        if number:
+            expected += chances[number - 1][0]
+            longest = max(longest, chances[number - 1][2])
+        worth = expected / max(seconds(number, longest), 1e-9)
+        if worth > best:
+            best, num_best = worth, number
+    return np.bincount([owner for _, owner, _ in chances[:num_best]], minlength=len(rates)).astype(np.int32)

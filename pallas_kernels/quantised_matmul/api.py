@@ -8,11 +8,15 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Implementation, Target, choose
+from pallas_kernels.quantised_matmul.gpu import multiply_gpu
+from pallas_kernels.quantised_matmul.gpu import obstacle as gpu_obstacle
+from pallas_kernels.quantised_matmul.gpu import outdone as gpu_outdone
 from pallas_kernels.quantised_matmul.reference import multiply_reference
 from pallas_kernels.quantised_matmul.tpu import multiply_tpu, obstacle
 
 IMPLEMENTATIONS = (
     Implementation("tpu", "tpu", multiply_tpu, obstacle),
+    Implementation("gpu", "gpu", multiply_gpu, gpu_obstacle, gpu_outdone),
     Implementation("reference", None, multiply_reference),
 )
 VALUE_TYPES = ("int8", "float8_e4m3fn", "uint8")
@@ -32,12 +36,12 @@ def quantised_matmul(
     """`[T, O]`: rows times one matrix of a stack, each number of which is `(value - zero) * scale`.
 
     Args:
-        x_TI: the rows: floating point, or integers as in `int8_matmul`, with a scale for each.
+        x_TI: the rows: floating point, or with a scale for each integers (`int8_matmul`) or float8_e4m3fn.
         values_LOI: int8, float8_e4m3fn, or uint8 `[L, O, I / 2]` of two numbers each, as `pack_nibbles` does.
         scales: `[L, O]` for channels, or `[L, groups, O]` for groups of inputs.
         zeros: integers in the form of `scales`; None for 0, or 8 for numbers of four bits.
         layer: which matrix.
-        row_scale_T: float32, of rows of integers.
+        row_scale_T: float32, of rows of integers or of float8_e4m3fn.
         out_type: of the result, which is rounded to it once, from float32.
         target: the device to trace for; None for any, which takes the reference.
 
@@ -56,6 +60,7 @@ def quantised_matmul(
         values=(values_LOI.shape, jnp.dtype(values_LOI.dtype).name),
         num_groups=scales.shape[1] if scales.ndim == 3 else 0,
         has_zeros=zeros is not None,
+        capability=target.capability if target.platform == "gpu" else None,
     )
     return chosen.run(
         x_TI,
@@ -91,15 +96,16 @@ def _check(
         raise ValueError(f"{scales.shape[1]} groups of {x_TI.shape[1]} inputs")
     if zeros is not None and zeros.shape != scales.shape:
         raise ValueError(f"zeros {zeros.shape} beside scales {scales.shape}")
-    if jnp.issubdtype(x_TI.dtype, jnp.floating):
+    wanted = jnp.int8 if jnp.issubdtype(x_TI.dtype, jnp.integer) else x_TI.dtype
+    if jnp.issubdtype(x_TI.dtype, jnp.floating) and x_TI.dtype != jnp.float8_e4m3fn:
         if row_scale_T is not None:
             raise ValueError(f"rows of {x_TI.dtype} have no scales of their own")
         return
     if row_scale_T is None or row_scale_T.shape != x_TI.shape[:1]:
         of = None if row_scale_T is None else row_scale_T.shape
         raise ValueError(f"rows {x_TI.shape} of {x_TI.dtype} want a scale each, not {of}")
-    if scales.ndim == 3 or zeros is not None or values_LOI.dtype != jnp.int8:
+    if scales.ndim == 3 or zeros is not None or values_LOI.dtype != wanted:
         raise ValueError(
-            f"rows of {x_TI.dtype} want a matrix of int8 with a scale a channel, not {values_LOI.dtype} with "
-            f"scales {scales.shape}{'' if zeros is None else ' and zeros'}"
+            f"rows of {x_TI.dtype} want a matrix of {jnp.dtype(wanted)} with a scale a channel, not "
+            f"{values_LOI.dtype} with scales {scales.shape}{'' if zeros is None else ' and zeros'}"
         )

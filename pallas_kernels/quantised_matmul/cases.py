@@ -40,6 +40,11 @@ class MatmulCase:
     def integer(self) -> bool:
         return self.rows in ("int8", "int16")
 
+    @property
+    def rows_scaled(self) -> bool:
+        """Whether each row has a scale."""
+        return self.integer or self.rows == "float8_e4m3fn"
+
     def shapes(self) -> tuple[jax.ShapeDtypeStruct | None, ...]:
         """Of the operands: rows, values, scales, zeros, row scales."""
         layers, outputs, inputs = self.num_layers, self.num_outputs, self.num_inputs
@@ -53,7 +58,7 @@ class MatmulCase:
             else shape((layers, outputs, inputs), jnp.dtype(self.storage)),
             shape(by_group, jnp.dtype(self.scale_type)),
             shape(by_group, zero_type) if self.zeros else None,
-            shape((self.num_rows,), jnp.float32) if self.integer else None,
+            shape((self.num_rows,), jnp.float32) if self.rows_scaled else None,
         )
 
     def operands(self, seed: int = 0) -> tuple[Any, ...]:
@@ -73,6 +78,8 @@ class MatmulCase:
         if self.integer:
             largest = 127 if self.rows == "int8" else 2047
             x = random.integers(-largest, largest + 1, rows.shape).astype(rows.dtype)
+        elif self.rows_scaled:
+            x = random.normal(0, 100, rows.shape).clip(-448, 448).astype(rows.dtype)
         else:
             x = random.normal(0, 1, rows.shape).astype(rows.dtype)
         scales = random.uniform(0.5, 1.5, scales.shape).astype(scales.dtype)
@@ -116,5 +123,7 @@ CASES = (
     MatmulCase(50, 640, 384, rows="int16"),
     MatmulCase(3, 5120, 64, "float8_e4m3fn"),
     MatmulCase(3, 10240, 64, "uint4x2", group=128, zeros=True),
+    MatmulCase(6, 384, 128, "float8_e4m3fn", rows="float8_e4m3fn"),
+    MatmulCase(100, 512, 192, "float8_e4m3fn", rows="float8_e4m3fn"),
 )
 """Of every format, by few rows and by many; tiles that are whole and others that are not."""

@@ -30,6 +30,10 @@ def multiply_reference(
     def own(stack: jax.Array) -> jax.Array:
         return jax.lax.dynamic_index_in_dim(stack, layer, 0, keepdims=False)
 
+    if x_TI.dtype == jnp.float8_e4m3fn and row_scale_T is not None:
+        # Exact in bfloat16, which every device multiplies.
+        unscaled_TO = _contract(x_TI.astype(jnp.bfloat16), own(values_LOI).astype(jnp.bfloat16))
+        return (unscaled_TO * (row_scale_T[:, None] * own(scales)[None])).astype(out_type)
     if row_scale_T is not None:
         index = jnp.asarray(layer, jnp.int32)
         return multiply_integers(x_TI, values_LOI, index, row_scale_T, scales).astype(out_type)

@@ -1,10 +1,10 @@
-"""Compile the steps of a small quantised model for TPUs that are not here.
+"""Compile the steps of a small quantised model for machines that are not here.
 
     python -m tests.compilers.quantised_step v6e-1 int8 int4
 
 Prints a line of JSON for each step: which implementation multiplies, how often, and what the compiled program
 writes out that is as large as a stack of matrices, one of its layers, or either widened.
-Needs libtpu: the project's extra compilers-tpu.
+Needs the project's extra compilers-tpu, or for h200 compilers-gpu.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from jaxserve.plan import StepShape
 
 ROWS, CHUNK_ROWS, LAYERS = 8, 192, 5
+KERNEL = re.compile(r'custom_call_target="(?:tpu_custom_call|mosaic_gpu_v2)"')
 MODEL = ModelConfig(
     family="llama",
     vocab_size=4096,
@@ -64,14 +66,16 @@ def compile_step(engine: Any, shape: StepShape) -> dict[str, Any]:
     return {
         "rows": shape.rows,
         "chosen": chosen["quantised_matmul"],
-        "kernels": text.count('custom_call_target="tpu_custom_call"'),
+        "kernels": len(KERNEL.findall(text)),
         "copies": whole_copies(text, matrix_sizes(engine.abstract.params)),
     }
 
 
 def matrix_sizes(params: Any) -> set[int]:
-    """Numbers in one device's part of each stack and of a layer of it, and of both where a byte is two."""
+    """Numbers in one device's part of each stack and of a layer of it, and of both where a byte is two; or of
+    each matrix where they lie apart."""
     from jaxserve.quantization.stacked import StackedWeight
+    from jaxserve.quantization.weight import QuantisedWeight
 
     sizes: set[int] = set()
     for entry in params["segments"][0][0].values():
@@ -79,6 +83,8 @@ def matrix_sizes(params: Any) -> set[int]:
             values = entry.values
             whole = math.prod(values.sharding.shard_shape(values.shape))
             sizes |= {size * per_byte for size in (whole, whole // LAYERS) for per_byte in (1, 2)}
+        elif isinstance(entry, QuantisedWeight):
+            sizes |= {math.prod(array.sharding.shard_shape(array.shape)) for array in entry.values}
     return sizes
 
 

@@ -40,7 +40,7 @@ def resolved(options: EngineOptions, platform: str = "cpu", **changes: Any) -> E
 def test_a_cpu_engine_has_few_shapes() -> None:
     config = resolved(EngineOptions())
     assert config.decode_rows == (1, 4, 16)
-    assert config.chunk_rows == (16, 64, 256)
+    assert config.chunk_rows == (16, 64, 128, 256)
     assert config.num_slots == 16
     assert resolved(EngineOptions(num_slots=1)).chunk_rows == (64, 256)
     assert resolved(EngineOptions(num_slots=1, max_chunk=40)).chunk_rows == (64,)
@@ -55,16 +55,16 @@ def test_shape_invariant_numerics_have_no_single_row() -> None:
 
 def test_but_where_products_are_exact_a_step_may_be_of_one_row() -> None:
     config = resolved(EngineOptions(quantize="int8", deterministic=True))
-    assert config.chunk_rows == (1, 4, 16, 64, 256)
+    assert config.chunk_rows == (1, 4, 16, 64, 128, 256)
     assert resolved(EngineOptions(quantize="int8", deterministic=True, num_slots=1)).chunk_rows == (
         1,
         64,
         256,
     )
     drafting = resolved(EngineOptions(quantize="w8a8", deterministic=True, speculative="ngram"))
-    assert drafting.chunk_rows == (1, 2, 4, 8, 16, 32, 64, 256)
+    assert drafting.chunk_rows == (1, 2, 4, 8, 16, 32, 64, 128, 256)
     plain = resolved(EngineOptions(speculative="ngram"))
-    assert (plain.decode_rows, plain.chunk_rows) == ((1, 4, 16), (2, 4, 8, 16, 32, 64, 256))
+    assert (plain.decode_rows, plain.chunk_rows) == ((1, 4, 16), (2, 4, 8, 16, 32, 64, 128, 256))
     assert resolved(EngineOptions(quantize="int4", deterministic=True)).chunk_rows[0] == 4
     experts: dict[str, Any] = {"num_experts": 4, "experts_per_token": 2, "expert_intermediate_size": 32}
     routed = resolved(

@@ -19,7 +19,7 @@ ROUNDING = {"float32": 2.0**-22, "bfloat16": 2.0**-8}
 
 
 def multiply(case: MatmulCase, operands: tuple[Any, ...], target: Target | None = None) -> np.ndarray:
-    out_type = jnp.float32 if case.integer else jnp.dtype(case.rows)
+    out_type = jnp.float32 if case.rows_scaled else jnp.dtype(case.rows)
 
     @jax.jit
     def run(x: Any, values: Any, scales: Any, zeros: Any, row_scales: Any, layer: Any) -> jax.Array:
@@ -57,13 +57,14 @@ def error(case: MatmulCase, operands: tuple[Any, ...], target: Target | None) ->
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_reference_is_right(case: MatmulCase) -> None:
-    # Of integers the sums are exact, so three roundings of their scaling are left; otherwise weights and
+    # Of integers the sums are exact, so three roundings of their scaling are left; products of fp8 are exact,
+    # and as with float32 what is left is the rounding of sums; otherwise weights and
     # results are rounded to the type of the rows, and sums are float32.
-    rounding = ROUNDING["float32" if case.integer else case.rows]
+    rounding = ROUNDING["float32" if case.rows_scaled else case.rows]
     assert np.max(error(case, case.operands(), None)) < 2 * rounding
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [case for case in CASES if case.rows != "float8_e4m3fn"], ids=str)
 def test_the_tpu_kernels_round_as_the_reference_does(case: MatmulCase) -> None:
     operands = case.operands()
     found, reference = (error(case, operands, target) for target in (BY_TPU, None))

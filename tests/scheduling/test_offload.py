@@ -135,7 +135,7 @@ class Engine:
         assert restoration.ready
 
         def grow(num_pages: int) -> list[list[int]]:
-            table.take_computed(more.first_page + num_pages)
+            table.take_computed((more.first_page + num_pages) * PAGE)
             return table.pages
 
         num_tokens = (found.num_full + self.offload.restore(restoration, grow)) * PAGE

@@ -142,6 +142,15 @@ def test_pages_under_pressure_take_the_shared_prompt_first_and_samples_recompute
     assert [request.finish_reason for request in early.requests + group.requests] == ["length"] * 3
 
 
+def test_an_answer_without_a_limit_where_all_layers_have_windows_takes_what_the_model_takes() -> None:
+    limits = make_limits(num_pages=(9,), windows=(6,), max_model_len=96)
+    assert (
+        limits.longest_answer(90, None)
+        == Scheduler(limits).max_tokens(90, SamplingParams(max_tokens=None))
+        == 6
+    )
+
+
 def test_windowed_groups_hold_no_more_than_their_window() -> None:
     limits = make_limits(num_slots=1, num_pages=(40, 40), windows=(0, 10))
     scheduler = Scheduler(limits)

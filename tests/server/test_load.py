@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import math
 import os
 from pathlib import Path
 
@@ -40,9 +41,10 @@ async def put_load(open_door: OpenDoor, concurrency: int, num_requests: int, see
     assert {outcome.usage.output_tokens for outcome in run.outcomes} == {NUM_TOKENS}
 
 
-async def memory_under_load(num_rounds: int, num_requests: int) -> list[int]:
-    """Bytes that the server holds after each round of so many requests over gRPC and some over HTTP; at the
-    end it finds every page and slot free."""
+async def memory_under_load(num_rounds: int, num_requests: int, most_growth: float) -> list[int]:
+    """Bytes that the server holds at most in so many rounds, each of so many requests over gRPC and some over
+    HTTP. More rounds follow until those bytes have grown by less than `most_growth`, at most four times as
+    many; at the end it finds every page and slot free."""
     sizes: list[int] = []
     async with running("doors", module="benchmarks.message_cost.server") as server:
         doors = (
@@ -50,10 +52,13 @@ async def memory_under_load(num_rounds: int, num_requests: int) -> list[int]:
             (functools.partial(open_vllm, server.address, None, True), NUM_STREAMS, 0.5),
             (functools.partial(open_http, str(server.http.base_url), None, True), NUM_CONNECTIONS, 0.1),
         )
-        for number in range(num_rounds):
-            for door, concurrency, share in doors:
-                await put_load(door, concurrency, round(num_requests * share), seed=number)
-            sizes.append(resident_bytes(server.process.pid))
+        while len(sizes) < 2 or (sizes[-1] - sizes[-2] >= most_growth and len(sizes) < 4):
+            largest = 0
+            for number in range(num_rounds):
+                for door, concurrency, share in doors:
+                    await put_load(door, concurrency, round(num_requests * share), seed=number)
+                largest = max(largest, resident_bytes(server.process.pid))
+            sizes.append(largest)
         assert server.process.stdin is not None
         server.process.stdin.close()
         assert await server.process.wait() == 0
@@ -61,10 +66,11 @@ async def memory_under_load(num_rounds: int, num_requests: int) -> list[int]:
 
 
 def test_256_streams_at_once() -> None:
-    asyncio.run(memory_under_load(1, 4 * NUM_STREAMS))
+    asyncio.run(memory_under_load(1, 2 * NUM_STREAMS, most_growth=math.inf))
 
 
 @pytest.mark.slow
 def test_memory_is_flat_over_twenty_thousand_requests() -> None:
-    sizes = asyncio.run(memory_under_load(8, 2300))
-    assert max(sizes[4:]) - max(sizes[:4]) < 4 * MIB, [size / MIB for size in sizes]
+    sizes = asyncio.run(memory_under_load(4, 2300, most_growth=4 * MIB))
+    # A heap may take a step, by how what it holds falls; what leaks takes one each time.
+    assert sizes[-1] - sizes[-2] < 4 * MIB, [size / MIB for size in sizes]

@@ -38,7 +38,7 @@ def test_a_route_s_own_options_come_before_those_of_all() -> None:
     text = (
         "small=m,dtype=float32,quantize=int8,kv=int8,slots=3,max-model-len=99,max_chunk=16,kv_memory=2M,deterministic,"
         "host_kv_memory=1G,max_waiting=5,generation_config=none,speculative=draft:a/b,draft_quantize=w8a8,"
-        "mesh=tensor=2+expert=4"
+        "mesh=tensor=2+expert=4,prefill_mesh=tensor=2"
     )
     other, small = routes(
         "m", "--route", text, "--num-slots", "8", "--max-waiting", "7", "--speculative", "ngram"
@@ -58,6 +58,7 @@ def test_a_route_s_own_options_come_before_those_of_all() -> None:
         "speculative": "draft:a/b",
         "draft_quantize": "w8a8",
         "mesh": "tensor=2,expert=4",
+        "prefill_mesh": "tensor=2",
     }
     assert (small.max_waiting, small.generation_config) == (5, "none")
 

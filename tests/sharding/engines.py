@@ -12,16 +12,17 @@ import dataclasses
 import json
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxserve.config import LayerKind, ModelConfig
+from jaxserve.config import EngineConfig, LayerKind, ModelConfig
 from jaxserve.engine.build import layer_loop_for, local_target, resolve_here
 from jaxserve.engine.collectives import collectives
 from jaxserve.engine.engine import DeviceEngine
+from jaxserve.engine.mesh import mesh_of
 from jaxserve.engine.options import EngineOptions
 from jaxserve.engine.parameters import place_parameters, quantised
 from jaxserve.engine.placement import to_shards
@@ -184,10 +185,15 @@ def margin(step: Any) -> float:
     return first - second
 
 
-def build(model: ModelConfig, options: EngineOptions) -> tuple[DeviceEngine, Any]:
-    """An engine of random weights, and these as it has them."""
+def build(
+    model: ModelConfig,
+    options: EngineOptions,
+    changed: Callable[[EngineConfig], EngineConfig] = lambda config: config,
+) -> tuple[DeviceEngine, Any]:
+    """An engine of random weights, and these as it has them; `changed`: of the config that options make."""
     config = dataclasses.replace(resolve_here(model, options), decode_rows=(ROWS,), chunk_rows=(32,))
-    mesh, recipe = make_mesh(config.mesh), recipe_in_force(config)
+    config = changed(config)
+    mesh, recipe = mesh_of(config), recipe_in_force(config)
     layer_loop = layer_loop_for(local_target(), spread=mesh is not None)
     named: Any = random_parameters(model)
     if recipe:

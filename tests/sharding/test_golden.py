@@ -42,17 +42,30 @@ def test_the_library_over_more_devices_than_experts_and_in_stages(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["tensor=4", "tensor=2,pipe=2"])
-def test_a_server_over_four_devices(shared_data: Path, cases: list[dict[str, Any]], mesh: str) -> None:
+@pytest.mark.parametrize(
+    ("mesh", "prefill_mesh"), [("tensor=4", None), ("tensor=2,pipe=2", None), ("tensor=2", "tensor=4")]
+)
+def test_a_server_over_several_devices(
+    shared_data: Path, cases: list[dict[str, Any]], mesh: str, prefill_mesh: str | None
+) -> None:
     model, case = shared_data / "models" / "stories260K" / "hf", cases[1]
-    arguments = ("--mesh", mesh, "--grpc-port", "0", "--num-slots", "1", "--max-chunk", "16")
+    arguments = ["--mesh", mesh, "--grpc-port", "0", "--num-slots", "1", "--max-chunk", "16"]
+    if prefill_mesh is not None:
+        arguments += ["--prefill-mesh", prefill_mesh]
+    metrics: list[str] = []
 
     async def ask(address: str) -> list[int]:
         async with grpc.aio.insecure_channel(address) as channel:
+            stub = engine_pb2_grpc.EngineStub(channel)
             params = pb.SamplingParams(temperature=0, max_tokens=40)
-            request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=case["prompt_ids"]), params=params)
-            stream = engine_pb2_grpc.EngineStub(channel).Generate(request, wait_for_ready=True)
-            return [token async for reply in stream for token in reply.delta.token_ids]
+            # So long that it is worth to be computed apart.
+            prompt = case["prompt_ids"] + case["output_ids"][:20]
+            request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=prompt), params=params)
+            stream = stub.Generate(request, wait_for_ready=True)
+            tokens = [token async for reply in stream for token in reply.delta.token_ids]
+            stats = await stub.GetStats(pb.GetStatsRequest(with_metrics=True))
+            metrics.extend(stats.metrics.splitlines())
+            return tokens
 
     async def main() -> tuple[list[str], list[int]]:
         process = await asyncio.create_subprocess_exec(
@@ -76,5 +89,9 @@ def test_a_server_over_four_devices(shared_data: Path, cases: list[dict[str, Any
         return lines, found
 
     lines, found = asyncio.run(asyncio.wait_for(main(), 250))
-    assert f"device    cpu, {mesh}" in lines
-    assert found == case["output_ids"][:40]
+    apart = "" if prefill_mesh is None else f"; prompts on {prefill_mesh}"
+    assert f"device    cpu, {mesh}{apart}" in lines
+    assert found == case["output_ids"][20:60]
+    name = 'jaxserve:prefill_prompts_total{model_name="hf"} '
+    told = [float(line.removeprefix(name)) for line in metrics if line.startswith(name)]
+    assert told == [0.0 if prefill_mesh is None else 1.0]

@@ -28,7 +28,15 @@ def test_what_it_has_saved_it_may_lose_again_up_to_a_limit() -> None:
     while budget.open:
         budget.settle(-0.5)
         num_losses += 1
-    assert num_losses == 8
+    assert num_losses == 16
+
+
+def test_what_a_step_costs_and_brings_counts_together() -> None:
+    budget = DraftingBudget()
+    for _ in range(10):
+        budget.settle(-0.6)
+        budget.settle(0.7)
+        assert budget.open
 
 
 def test_it_is_tried_again() -> None:

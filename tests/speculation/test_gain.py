@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 
 from jaxserve.plan import StepShape
-from jaxserve.speculation.gain import Acceptance, StepKind, StepSeconds, worthwhile_counts
+from jaxserve.speculation.gain import Acceptance, Slowness, StepKind, StepSeconds, worthwhile_counts
 
 
 @given(
@@ -64,6 +64,28 @@ def test_shapes_that_nobody_has_seen_lie_between_their_neighbours_or_are_tried()
         assert seconds.predict(shape) == (2.0 if shape is nine else 0.0)
         seconds.observe(shape, taken)
     assert [seconds.predict(shape) for shape in (one, four, nine)] == [2.0, 5.0, 10.0]
+
+
+def test_how_fast_the_machine_is_now_holds_for_all_kinds() -> None:
+    slowness = Slowness()
+    one, other = StepSeconds(slowness), StepSeconds(slowness)
+    few, many = (StepKind(StepShape(rows, rows, rows)) for rows in (1, 8))
+    for _ in range(20):
+        one.observe(few, 2.0)
+        other.observe(many, 3.0)
+    for _ in range(20):
+        other.observe(many, 6.0)
+    assert one.predict(few) == pytest.approx(4.0)
+    assert other.predict(many) == pytest.approx(6.0)
+
+
+def test_a_shape_that_met_a_pause_is_tried_again() -> None:
+    seconds = StepSeconds()
+    one, four, nine = (StepKind(StepShape(rows, rows, rows)) for rows in (1, 4, 9))
+    for shape, taken in [(one, 2.0), (four, 20.0), (nine, 10.0)]:
+        for _ in range(2):
+            seconds.observe(shape, taken)
+    assert [seconds.predict(shape) for shape in (one, four, nine)] == [2.0, 10.0, 10.0]
 
 
 def test_a_pause_teaches_little_and_a_lasting_change_is_learnt() -> None:

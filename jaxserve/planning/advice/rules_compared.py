@@ -99,6 +99,7 @@ def disaggregation_is_worse(seen: Evidence) -> Advice | None:
         evidence=tuple(found),
         trade_off="prompts and answers share steps again, so a burst of prompts is felt, within the target",
         settings=(
+            Setting("option", "--prefill-mesh"),
             Setting("policy", "classes.default.tpot_target", STALLED * max(seen.runs[0].tpot_p50, 1e-3)),
         ),
         watch=("vllm:inter_token_latency_seconds", "jaxserve:goodput_requests_total"),

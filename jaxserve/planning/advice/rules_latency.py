@@ -177,6 +177,29 @@ def prompts_stall_answers(seen: Evidence) -> Advice | None:
     )
 
 
+def prompts_stall_despite_a_target(seen: Evidence) -> Advice | None:
+    """Prompts are cut for a target that steps which only decode would keep, and it is missed all the same."""
+    server = seen.server
+    target = server.tpot_target
+    if target is None:
+        return None
+    mean, alone = server.tpot.mean, server.mean_decode_seconds
+    if mean <= target or alone > target:
+        return None
+    return Advice(
+        technique="prompts computed on other devices than answers",
+        evidence=(
+            f"a token took {_ms(mean)} in the mean, a step that only decodes {_ms(alone)}; the target, for "
+            f"which prompts are cut, is {_ms(target)}",
+            f"prompts have {server.prompt_lens.mean:.0f} tokens, answers {server.answer_lens.mean:.0f}",
+        ),
+        trade_off="other devices, with all weights, that do nothing while there are no prompts: in all fewer "
+        "tokens a second than with as many more along data or tensor",
+        settings=(Setting("option", "--prefill-mesh", "tensor=1"),),
+        watch=("vllm:inter_token_latency_seconds", "jaxserve:prefill_local_prompts_total"),
+    )
+
+
 def gaps_are_long(seen: Evidence) -> Advice | None:
     """The same, in a benchmark: now and then an answer stands still."""
     late = [run for run in seen.runs if run.itl_p50 and run.itl_p99 >= LONG_GAPS * run.itl_p50]
@@ -201,5 +224,6 @@ RULES = (
     Rule("one-answer-too-slow", Question.LATENCY, one_answer_is_too_slow),
     Rule("drafts-cost-time", Question.LATENCY, drafts_cost_time),
     Rule("prompts-stall-answers", Question.FIGHT, prompts_stall_answers),
+    Rule("prompts-stall-despite-target", Question.FIGHT, prompts_stall_despite_a_target),
     Rule("long-gaps", Question.FIGHT, gaps_are_long),
 )

@@ -19,6 +19,7 @@ from server.core.telemetry.family import (
     latency,
     one,
 )
+from server.core.telemetry.prefills import PREFILLS
 
 FINISH_REASONS = ("stop", "length", "abort", "error")
 
@@ -388,4 +389,4 @@ _SERVICE = (
     ),
 )
 
-FAMILIES = (*_LOADS, *_STEPS, *_REQUESTS, *_SERVICE)
+FAMILIES = (*_LOADS, *_STEPS, *PREFILLS, *_REQUESTS, *_SERVICE)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from jaxserve.loop_stats import STEP_ROWS_BUCKETS, LoopSnapshot
+from jaxserve.prefill_side import PrefillStatistics
 from jaxserve.scheduling import ClassLoad
 from jaxserve.scheduling.draft_tally import SpeculationStatistics
 from jaxserve.scheduling.page_swap import SwapStatistics
@@ -53,6 +54,11 @@ class View:
     def swaps(self) -> SwapStatistics:
         """All zero where nothing is kept beyond the pool."""
         return self.snapshot.swaps or SwapStatistics()
+
+    @property
+    def prefills(self) -> PrefillStatistics:
+        """All zero where nothing is computed apart."""
+        return self.snapshot.prefills or PrefillStatistics()
 
     @property
     def speculation(self) -> SpeculationStatistics:

@@ -57,6 +57,7 @@ def other_load(technique: Any) -> Evidence:
 
 SUCCESS = 'vllm:request_success_total{finished_reason="stop"}'
 TPOT = "vllm:request_time_per_output_token_seconds"
+TARGET = 'jaxserve:tpot_target_seconds{class="default"}'
 USAGE = "vllm:kv_cache_usage_perc"
 CASES = [
     Case(
@@ -180,6 +181,16 @@ CASES = [
         "prompts-stall-answers",  # Steps that only decode take 20 ms in the mean.
         lambda: seen({TPOT: 0.030}),
         lambda: seen({TPOT: 0.030 - LITTLE}),
+    ),
+    Case(
+        "prompts-stall-despite-target",
+        lambda: seen({TPOT: 0.028 + LITTLE, TARGET: 0.028}),
+        lambda: seen({TPOT: 0.028 - LITTLE, TARGET: 0.028}),
+    ),
+    Case(
+        "prompts-stall-despite-target",
+        lambda: seen({TPOT: 0.1, TARGET: 0.020}),
+        lambda: seen({TPOT: 0.1, TARGET: 0.020 - LITTLE}),
     ),
     Case(
         "long-gaps",
