@@ -8,48 +8,20 @@
 #ifndef JAXSERVE_PALLAS_KERNELS_INT8_MATMUL_AMX_H_
 #define JAXSERVE_PALLAS_KERNELS_INT8_MATMUL_AMX_H_
 
-#include <immintrin.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
 #include <cstring>
 #include <memory>
 
 #include "int8_matmul/scaled.h"
+#include "native/amx.h"
 #include "native/ffi.h"
 #include "native/lanes.h"
 
 namespace jaxserve::amx {
 
-constexpr int64_t kSide = 16;     // rows and columns of a tile of sums
 constexpr int64_t kDeep = 64;     // inputs of a tile of weights or columns
 constexpr int64_t kOutputs = 32;  // that a thread takes at a time: two tiles
 constexpr int kLowBits = 7;       // of an int16, in a column of their own
 constexpr int64_t kTile = kSide * kDeep;
-
-// Whether the system lets this process use the tiles' registers; it is asked once.
-inline bool Allowed() {
-  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-  static const bool allowed = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
-  return allowed;
-}
-
-// What was written before is in memory: GCC does not know that the instructions below read it.
-INLINE inline void Written() { __asm__ volatile("" ::: "memory"); }
-
-// Every tile has its full size while this lives.
-struct Tiles {
-  Tiles() {
-    struct alignas(64) {
-      uint8_t palette = 1, start_row = 0, reserved[14] = {};
-      uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-      uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-    } config;
-    Written();
-    _tile_loadconfig(&config);
-  }
-  ~Tiles() { _tile_release(); }
-};
 
 // Up to 64 inputs of a row: what is to be the column, and for int16 the column of its lower bits.
 inline __mmask64 Some(int64_t count) { return count >= kDeep ? ~__mmask64{0} : (__mmask64{1} << count) - 1; }

@@ -20,7 +20,14 @@ import jaxlib.version
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _SOURCES = ("int8_matmul/cpu.cc", "ragged_paged_attention/cpu.cc")
-_HEADERS = ("native/ffi.h", "native/lanes.h", "int8_matmul/scaled.h", "int8_matmul/amx.h")
+_HEADERS = (
+    "native/ffi.h",
+    "native/lanes.h",
+    "native/amx.h",
+    "int8_matmul/scaled.h",
+    "int8_matmul/amx.h",
+    "ragged_paged_attention/amx.h",
+)
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC")
 """More come from CXXFLAGS in the environment."""
 _COMPILERS = ("c++", "g++", "clang++")

@@ -14,6 +14,11 @@
 #include "native/ffi.h"
 #include "native/lanes.h"
 
+#if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__linux__)
+#define JAXSERVE_AMX 1
+#include "ragged_paged_attention/amx.h"
+#endif
+
 namespace {
 
 constexpr int64_t kLanes = 128;
@@ -103,6 +108,25 @@ struct Piece {
 // One past the last row's position.
 int64_t End(const Piece& piece) { return piece.first_position + piece.num_rows; }
 
+// The first position that a row may read.
+int64_t Low(const Problem& p, const Piece& piece) {
+  return p.window ? std::max<int64_t>(0, piece.first_position - p.window + 1) : 0;
+}
+
+int64_t NumQueries(const Problem& p, const Piece& piece) { return piece.num_rows * p.queries_per_kv(); }
+
+// Where a query's numbers lie, of q and of the result.
+int64_t Place(const Problem& p, const Piece& piece, int64_t query) {
+  const int64_t group = p.queries_per_kv();
+  return ((piece.first_row + query / group) * p.num_heads + piece.head * group + query % group) * p.head_size;
+}
+
+// A query, scaled, to its place among [queries][depth] zeros.
+void CopyQuery(const Problem& p, const Piece& piece, int64_t query, float* queries) {
+  for (int64_t d = 0; d < p.head_size; ++d)
+    queries[query * p.depth() + d] = p.q[Place(p, piece, query) + d] * p.scale;
+}
+
 Vector Numbers(const float* x) { return Load(x); }
 
 Vector Numbers(const uint16_t* x) {  // bfloat16: the upper half of a float32
@@ -160,12 +184,12 @@ struct Block {
   const float *key_scales, *value_scales;
 };
 
-Block FindBlock(const Problem& p, const Piece& piece, int64_t first, int64_t low, int64_t high) {
+Block FindBlock(const Problem& p, const Piece& piece, int64_t first, int64_t high) {
   const int64_t entry = piece.sequence * p.pages_per_sequence + first / p.page_size;
   const int64_t head = (p.first_page + p.page_table[entry]) * p.num_kv_heads + piece.head;
   const int64_t token = first % p.page_size;
   const float* scales = p.scales + (p.format == kInt8 ? head * 2 * p.page_size + token : 0);
-  return {head * p.planes * p.page_size, token, std::max<int64_t>(0, low - first),
+  return {head * p.planes * p.page_size, token, std::max<int64_t>(0, Low(p, piece) - first),
           std::min(kTokens, high - first), scales, scales + p.page_size};
 }
 
@@ -234,8 +258,10 @@ struct Sums {
 struct Buffers {
   std::vector<float> keys, values, queries;
 
-  Buffers(int64_t depth, int64_t num_queries)
-      : keys(depth * kTokens), values(depth * kTokens), queries(num_queries * depth) {}
+  Buffers(const Problem& p, const Piece& piece)
+      : keys(p.depth() * kTokens), values(p.depth() * kTokens), queries(NumQueries(p, piece) * p.depth()) {
+    for (int64_t query = 0; query < NumQueries(p, piece); ++query) CopyQuery(p, piece, query, queries.data());
+  }
 };
 
 // The weights of a block for one query, from its scores; the query's sums so far are scaled to the new peak.
@@ -313,16 +339,10 @@ void ReduceAll(const Problem& p, const Piece& piece, const Buffers& b, Sums& sum
     if (query < num_queries) ReduceAll<N - 1>(p, piece, b, sums, num_queries, query, first);
 }
 
-// Where a query's numbers lie, of q and of the result.
-int64_t Place(const Problem& p, const Piece& piece, int64_t query) {
-  const int64_t group = p.queries_per_kv();
-  return ((piece.first_row + query / group) * p.num_heads + piece.head * group + query % group) * p.head_size;
-}
-
 // Takes positions [from, to), at least one, into the sums.
-void Attend(const Problem& p, const Piece& piece, int64_t low, int64_t from, int64_t to, Buffers& b, Sums& sums) {
-  for (int64_t first = from; first < to; first += kTokens) {
-    const Block block = FindBlock(p, piece, first, low, to);
+void Attend(const Problem& p, const Piece& piece, int64_t from, int64_t to, Buffers& b, Sums& sums) {
+  for (int64_t first = from / kTokens * kTokens; first < to; first += kTokens) {
+    const Block block = FindBlock(p, piece, first, to);
     if (p.format == kFloat32)
       ReadBlock<float>(p, block, b.keys.data(), b.values.data());
     else if (p.format == kBfloat16)
@@ -333,25 +353,134 @@ void Attend(const Problem& p, const Piece& piece, int64_t low, int64_t from, int
   }
 }
 
-// The first position that a row may read.
-int64_t Low(const Problem& p, const Piece& piece) {
-  return p.window ? std::max<int64_t>(0, piece.first_position - p.window + 1) : 0;
+#if JAXSERVE_AMX
+
+using jaxserve::amx::kSide, jaxserve::amx::kDeep, jaxserve::amx::kTile, jaxserve::amx::kTerms;
+
+constexpr int64_t kTogetherTokens = 4 * kSide;  // whose scores are computed at once
+
+// What a thread needs for a piece where it computes with tiles, a part of the context at a time.
+class TileBuffers {
+  using Lines = std::unique_ptr<jaxserve::amx::Line[]>;  // Not filled with zeros.
+  Lines keys_, values_, queries_;
+
+ public:
+  uint16_t* const keys;     // [kPart / 64][depth / 32][4] tiles: of 32 lanes, 16 tokens
+  uint16_t* const values;   // [depth / 64][kPart / 32][4, or 2 for the last] tiles: of 32 tokens, 16 lanes
+  uint16_t* const queries;  // [kTerms][queries][depth]
+  alignas(64) float scores[kSide * kPart];
+  alignas(64) uint16_t weights[kTerms * kSide * kPart];  // [kTerms][16 queries][kPart]
+
+  TileBuffers(const Problem& p, const Piece& piece)
+      : keys_(new jaxserve::amx::Line[kPart * p.depth() / kDeep]),
+        values_(new jaxserve::amx::Line[kPart * p.depth() / kDeep]),
+        queries_(new jaxserve::amx::Line[kTerms * NumQueries(p, piece) * p.depth() / kDeep]),
+        keys(keys_[0].numbers), values(values_[0].numbers), queries(queries_[0].numbers) {
+    const int64_t size = NumQueries(p, piece) * p.depth();
+    std::vector<float> wide(size);
+    for (int64_t query = 0; query < NumQueries(p, piece); ++query) CopyQuery(p, piece, query, wide.data());
+    for (int64_t i = 0; i < size; i += kDeep)
+      jaxserve::amx::Split(_mm512_loadu_ps(&wide[i]), _mm512_loadu_ps(&wide[i + kSide]), queries + i, size);
+  }
+};
+
+// The keys and values of positions [from, to), all of one part, as tiles; zeros beyond, to whole kTogetherTokens.
+void ReadTiles(const Problem& p, const Piece& piece, int64_t from, int64_t to, TileBuffers& b) {
+  const int64_t depth = p.depth(), value_lane = p.planes == 1 ? 64 : p.planes * kLanes / 2;
+  const int64_t start = from / kTogetherTokens * kTogetherTokens;
+  for (int64_t first = start; first < to || first % kTogetherTokens; first += kTokens) {
+    const bool readable = first + kTokens > from && first < to;
+    const Block block = readable ? FindBlock(p, piece, first, to) : Block{};
+    const auto* pool = static_cast<const uint16_t*>(p.pool) + (block.head + block.token) * kLanes;
+    const auto load = [&](int64_t d, __m512i* rows) {
+      const auto* lane = pool + d / kLanes * p.page_size * kLanes + d % kLanes;
+      jaxserve::amx::LoadRows(lane, kLanes, block.from, block.to, rows);
+    };
+    const int64_t tile = first % kPart / kTokens;
+    for (int64_t d = 0; d < depth; d += kDeep) {
+      __m512i rows[kSide];
+      load(d, rows);
+      jaxserve::amx::PackColumns(rows, b.keys + ((tile / 4 * depth + d) / kDeep * 4 + tile % 4) * kTile);
+      load(value_lane + d, rows);
+      const int64_t num_tiles = std::min<int64_t>(4, (depth - d / 64 * 64) / kSide);
+      auto* values = b.values + d / 64 * 64 * kPart + (tile / 2 * num_tiles + d % 64 / kSide) * kTile;
+      jaxserve::amx::PackSummands(rows, values + tile % 2 * (kTile / 2));
+    }
+  }
 }
+
+// The weights of a part's positions [first, end) for one query, which may read [from, to), from their scores.
+void WeighPart(const Problem& p, Sums& sums, int64_t query, int64_t first, int64_t end, int64_t from, int64_t to,
+               float* scores, uint16_t* weights) {
+  typedef int32_t Lanes __attribute__((vector_size(4 * kWidth)));
+  const Lanes lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  Vector highest = Broadcast(kMasked);
+  for (int64_t i = first; i < end; i += kWidth) {
+    if (p.softcap != 0.0f)
+      for (int64_t t = i; t < i + kWidth; ++t) scores[t] = p.softcap * std::tanh(scores[t] / p.softcap);
+    const Lanes position = lanes + static_cast<int32_t>(i);
+    const Lanes some = (position >= static_cast<int32_t>(from)) & (position < static_cast<int32_t>(to));
+    const Vector score = some ? Load(scores + i) : Broadcast(kMasked);
+    Store(scores + i, score);
+    highest = highest > score ? highest : score;
+  }
+  const float peak = sums.peak[query] = Highest(highest);
+  Vector total = Broadcast(0.0f);
+  const auto weigh = [&](int64_t i) {
+    const Vector score = Load(scores + i);
+    const Vector weight = score > kMasked ? Exp(score - peak) : Broadcast(0.0f);
+    total += weight;
+    return reinterpret_cast<__m512>(weight);
+  };
+  for (int64_t i = first; i < end; i += 2 * kWidth) {
+    const __m512 low = weigh(i), high = weigh(i + kWidth);
+    jaxserve::amx::Split(low, high, weights + i, kSide * kPart);
+  }
+  Store(sums.total.data() + query * kWidth, total);
+}
+
+// Takes positions [from, to), all of one part, into sums of none yet.
+void Attend(const Problem& p, const Piece& piece, int64_t from, int64_t to, TileBuffers& b, Sums& sums) {
+  using jaxserve::amx::MultiplySplit;
+  ReadTiles(p, piece, from, to, b);
+  const int64_t depth = p.depth(), num_queries = NumQueries(p, piece), part = from / kPart * kPart;
+  for (int64_t query = 0; query < num_queries; query += kSide) {
+    const int64_t num = std::min(kSide, num_queries - query);
+    const auto position = [&](int64_t n) { return piece.first_position + (query + n) / p.queries_per_kv(); };
+    const int64_t last = std::min(to, position(num - 1) + 1);
+    const int64_t least = p.window ? std::max(from, position(0) - p.window + 1) : from;
+    if (last <= least) continue;
+    // Of the part: whole kTogetherTokens.
+    const int64_t first = (least - part) / kTogetherTokens * kTogetherTokens;
+    const int64_t end = (last - part + kTogetherTokens - 1) / kTogetherTokens * kTogetherTokens;
+    const jaxserve::amx::Tiles tiles(num);
+    for (int64_t token = first; token < end; token += kTogetherTokens)
+      MultiplySplit<4>({b.queries + query * depth, depth, num_queries * depth}, b.keys + token * depth,
+                       depth / kDeep, b.scores + token, kPart);
+    for (int64_t n = 0; n < num; ++n)
+      WeighPart(p, sums, query + n, first, end, p.window ? position(n) - p.window + 1 - part : 0,
+                position(n) + 1 - part, b.scores + n * kPart, b.weights + n * kPart);
+    for (int64_t d = 0; d < depth; d += 64) {
+      const bool whole = depth - d >= 64;
+      const auto multiply = whole ? MultiplySplit<4> : MultiplySplit<2>;
+      multiply({b.weights + first, kPart, kSide * kPart}, b.values + d * kPart + first * (whole ? 64 : 32),
+               (end - first) / kDeep, sums.out.data() + query * depth + d, depth);
+    }
+  }
+}
+
+#endif
 
 int64_t FirstPart(const Problem& p, const Piece& piece) { return Low(p, piece) / kPart; }
 int64_t EndPart(const Piece& piece) { return (End(piece) + kPart - 1) / kPart; }
 
 // The sums of some consecutive parts of a piece's context, one at least.
+template <typename Buffers>
 Sums AttendParts(const Problem& p, const Piece& piece, int64_t first_part, int64_t end_part) {
-  const int64_t depth = p.depth(), num_queries = piece.num_rows * p.queries_per_kv(), low = Low(p, piece);
-  Buffers b(depth, num_queries);
-  for (int64_t query = 0; query < num_queries; ++query)
-    for (int64_t d = 0; d < p.head_size; ++d)
-      b.queries[query * depth + d] = p.q[Place(p, piece, query) + d] * p.scale;
+  Buffers b(p, piece);
   const auto attend = [&](int64_t part) {
-    Sums sums(depth, num_queries);
-    const int64_t from = std::max(part * kPart, low / kTokens * kTokens);
-    Attend(p, piece, low, from, std::min((part + 1) * kPart, End(piece)), b, sums);
+    Sums sums(p.depth(), NumQueries(p, piece));
+    Attend(p, piece, std::max(part * kPart, Low(p, piece)), std::min((part + 1) * kPart, End(piece)), b, sums);
     return sums;
   };
   Sums sums = attend(first_part);
@@ -360,6 +489,14 @@ Sums AttendParts(const Problem& p, const Piece& piece, int64_t first_part, int64
     sums.Add(later);
   }
   return sums;
+}
+
+Sums AttendParts(const Problem& p, const Piece& piece, int64_t first_part, int64_t end_part) {
+#if JAXSERVE_AMX
+  if (p.format == kBfloat16 && jaxserve::amx::Allowed())
+    return AttendParts<TileBuffers>(p, piece, first_part, end_part);
+#endif
+  return AttendParts<Buffers>(p, piece, first_part, end_part);
 }
 
 void Write(const Problem& p, const Piece& piece, const Sums& sums) {

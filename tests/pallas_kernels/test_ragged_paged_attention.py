@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
+import platform
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -127,6 +131,8 @@ ON_CPU = [
     # So many heads that threads share them, and contexts that they share in parts.
     AttentionCase(64, 8, 2, context_len=(5, 600, 0, 290, 513)),
     AttentionCase(32, 1, 3, "bfloat16", window=270, context_len=(600, 0, 513), num_rows=(9, 0, 33)),
+    # More queries than a tile has rows, and lanes that do not fill two pairs of tiles.
+    AttentionCase(80, 1, 20, "bfloat16", page_size=32, softcap=20.0),
 ]
 
 
@@ -151,6 +157,21 @@ def test_a_row_of_the_cpu_kernel_is_bitwise_the_same_alone(case: AttentionCase, 
     for sequence, num_rows in enumerate(case.num_rows):
         if num_rows:
             np.testing.assert_array_equal(together[rows[ends[sequence] - 1]], alone[sequence])
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the ways to multiply differ on x86 alone")
+def test_the_cpu_kernel_does_without_tiles(native_kernels: None) -> None:
+    chosen = "cpu_kernel and bfloat16"
+    command = [sys.executable, "-m", "pytest", __file__, "-k", chosen]
+    done = subprocess.run(
+        command,
+        env=os.environ | {"CXXFLAGS": "-mno-amx-bf16"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    assert f"{2 * sum('bfloat16' in str(case) for case in ON_CPU)} passed" in done.stdout, done.stdout
 
 
 def test_a_long_page_table_makes_no_difference() -> None:
