@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from benchmarks.communication import share_of, shares
-from benchmarks.scaling import DENSE, SLOTS, measure, meshes
+from benchmarks.scaling import DENSE, measure, meshes
 from jaxserve.engine.machines import Machine
 from jaxserve.planning.models import find_model
 from tests.sharding.eight import NOT_OPTIMISED
 
 ROOT = Path(__file__).resolve().parents[2]
-HIDDEN = 64
+HIDDEN, SLOTS = 64, 8
 TINY = dataclasses.replace(
     DENSE, vocab_size=256, hidden_size=HIDDEN, intermediate_size=64, num_heads=4, num_kv_heads=2, head_size=16
 )
@@ -28,8 +28,15 @@ TINY = dataclasses.replace(
 def main() -> None:
     """Run by the test in a process with several devices."""
     told = {
-        f"{mesh}, {number} layers": measure(dataclasses.replace(TINY, layers=DENSE.layers[:number]), mesh)
-        for mesh, number in (("tensor=2", 1), ("tensor=2", 3), ("pipe=2", 2))
+        f"{mesh}, {number} layers, {groups} groups": measure(
+            dataclasses.replace(TINY, layers=DENSE.layers[:number]), mesh, groups, SLOTS
+        )
+        for mesh, number, groups in (
+            ("tensor=2", 1, 1),
+            ("tensor=2", 3, 1),
+            ("pipe=2", 2, 1),
+            ("pipe=2", 2, 2),
+        )
     }
     print(json.dumps(told))
 
@@ -48,7 +55,7 @@ def measured() -> Any:
 
 
 def test_steps_are_timed_and_their_exchanges_counted(measured: Any) -> None:
-    one, three = measured["tensor=2, 1 layers"], measured["tensor=2, 3 layers"]
+    one, three = measured["tensor=2, 1 layers, 1 groups"], measured["tensor=2, 3 layers, 1 groups"]
     for step, rows in (("decode", SLOTS), ("prefill", 128)):
         # A layer has two sums of float32 hidden states; by a ring of two a device sends as much as there is.
         assert three[step]["exchanges"] - one[step]["exchanges"] == 2 * 2
@@ -56,13 +63,16 @@ def test_steps_are_timed_and_their_exchanges_counted(measured: Any) -> None:
         assert three[step]["tokens_per_second"] == pytest.approx(rows / three[step]["seconds"])
         assert 0 < three[step]["seconds"] < 60
     assert three["compile_seconds"] > 0
-    assert three["devices"] == measured["pipe=2, 2 layers"]["devices"] == 2
+    assert three["devices"] == measured["pipe=2, 2 layers, 1 groups"]["devices"] == 2
 
 
 def test_a_stage_hands_on_every_part_of_a_prompt(measured: Any) -> None:
-    stages = measured["pipe=2, 2 layers"]
+    stages, groups = (measured[f"pipe=2, 2 layers, {number} groups"] for number in (1, 2))
     # One part and two ticks in the one, four parts and five ticks in the other; the last hands nothing on.
     assert stages["prefill"]["exchanges"] - stages["decode"]["exchanges"] == 4 - 1
+    # A group hands on half of the rows; all of them have moved on when two have.
+    assert groups["decode"]["tokens_per_second"] == pytest.approx(SLOTS / groups["decode"]["seconds"])
+    assert groups["decode"]["sent_bytes"] < stages["decode"]["sent_bytes"]
 
 
 def test_a_device_alone_is_measured_once() -> None:
