@@ -39,7 +39,7 @@ from tests.policies import UNFORESEEN
 
 NUM_NEW = 12
 ROWS = 4
-"""Slots, each with a row in a decode step, or in one of as many as there are stages."""
+"""Slots of all replicas, each with a row in a decode step, or in one of as many as there are stages."""
 SETTINGS: dict[str, Any] = {
     "num_slots": ROWS,
     "max_model_len": 128,

@@ -54,7 +54,7 @@ def test_parts_of_a_layer_end_in_one_sum_and_nothing_else_is_as_large(name: str,
     # stages, through which all go.
     num_groups = CASES[name].settings.get("decode_groups", stages)
     num_ticks = stages // num_groups
-    hidden = ROWS // num_groups * DENSE.hidden_size
+    hidden = ROWS // replicas // num_groups * DENSE.hidden_size
     num_layers = num_ticks * stages_of(CASES[name].model, stages).model.num_layers
     every = stages * math.prod(sizes.values())
     expected = Counter({every: 1} if every > 1 else {})  # The embedding.
