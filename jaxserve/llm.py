@@ -80,7 +80,8 @@ class LLM:
                 "ngram:TOKENS" also in the last so many tokens of answers before, "skip:N" by the model's
                 first N layers, "draft:MODEL" by a second model with the same vocabulary, whose recipe is
                 `draft_quantize`; answers are the same either way), `max_drafts` (tokens of an answer in a
-                step), `mesh` and `prefill_mesh` (devices that share the model, and that compute prompts).
+                step), `mesh` and `prefill_mesh` (devices that share the model, and that compute prompts),
+                `decode_groups` (sequences that decode in turn where the mesh has stages).
 
         Raises:
             TypeError: an argument that does not exist.

@@ -54,6 +54,7 @@ class EngineSettings(TypedDict, total=False):
     max_drafts: int
     mesh: str | None
     prefill_mesh: str | None
+    decode_groups: int | None
 
 
 @dataclass(frozen=True)
