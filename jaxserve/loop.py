@@ -135,8 +135,9 @@ class HostLoop:
     @property
     def idle(self) -> bool:
         """Whether `step` has nothing to do and nothing to report."""
-        helpers = [helper for helper in (self._swap, self._prefills) if helper is not None]
-        return self._answers.idle and not self._in_flight and all(helper.idle for helper in helpers)
+        if not self._answers.idle or self._in_flight:
+            return False
+        return all(helper is None or helper.idle for helper in (self._swap, self._prefills))
 
     def snapshot(self) -> LoopSnapshot:
         """How things stand now."""

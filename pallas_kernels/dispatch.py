@@ -143,3 +143,12 @@ def interpreter(interpret: bool) -> Any:
 def default_target() -> Target:
     """That of the device on which jax computes by default."""
     return Target.of(jax.devices()[0])
+
+
+def mosaic_gpu_missing() -> str | None:
+    """Why kernels through JAX's Mosaic GPU cannot run here, whatever they are asked, or None."""
+    try:
+        import pallas_kernels.mosaic_gpu  # noqa: F401
+    except ImportError as failure:  # JAX 0.10.2 does not say that it needs absl-py
+        return f"JAX's Mosaic GPU cannot be imported: {failure}"
+    return None

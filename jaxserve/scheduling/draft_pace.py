@@ -104,11 +104,9 @@ class DraftPace:
         plan = step.plan
         kind = StepKind(plan.shape, num_rounds)
         overlapped, self._follows_waited = not step.waited and not self._follows_waited, step.waited
-        extra = 0.0
         if plan.reads is not None:
             # What a draft model reads beside serves the steps to come, and they pay for it.
-            extra = max(0.0, seconds - self._waited.predict(kind))
-            self._debt.add(extra)
+            self._debt.add(max(0.0, seconds - self._waited.predict(kind)))
         paid = self._debt.pay()
         num_drafts = 0 if step.num_drafts is None else int(step.num_drafts.sum())
         self._share = 0.0

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.dispatch import Target
+from pallas_kernels.dispatch import Target, mosaic_gpu_missing
 from pallas_kernels.int8_matmul.reference import split_halves
 from pallas_kernels.quantised_matmul.nibbles import PAIR_DISTANCE
 
@@ -67,13 +67,7 @@ def obstacle(
         ),
         (group % FETCHED_BYTES[-1], f"groups of {group} inputs are no multiple of {FETCHED_BYTES[-1]}"),
     )
-    if reason := next((reason for holds, reason in reasons if holds), None):
-        return reason
-    try:
-        import pallas_kernels.mosaic_gpu  # noqa: F401
-    except ImportError as failure:  # JAX 0.10.2 does not say that it needs absl-py
-        return f"JAX's Mosaic GPU cannot be imported: {failure}"
-    return None
+    return next((reason for holds, reason in reasons if holds), None) or mosaic_gpu_missing()
 
 
 def outdone(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.dispatch import Target
+from pallas_kernels.dispatch import Target, mosaic_gpu_missing
 from pallas_kernels.page_layout import PageLayout
 from pallas_kernels.ragged_paged_attention.params import AttentionParams
 
@@ -69,13 +69,7 @@ def obstacle(
         ),
         (queries_per_kv > TILE_ROWS, f"{queries_per_kv} queries of a kv head exceed {TILE_ROWS}"),
     )
-    if reason := next((reason for holds, reason in reasons if holds), None):
-        return reason
-    try:
-        import pallas_kernels.mosaic_gpu  # noqa: F401
-    except ImportError as failure:  # JAX 0.10.2 does not say that it needs absl-py
-        return f"JAX's Mosaic GPU cannot be imported: {failure}"
-    return None
+    return next((reason for holds, reason in reasons if holds), None) or mosaic_gpu_missing()
 
 
 def attend_gpu(

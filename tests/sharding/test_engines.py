@@ -12,12 +12,8 @@ import pytest
 from jaxserve.model.stages import stages_of
 from tests.sharding.eight import report_of
 from tests.sharding.engines import CASES, DENSE, ROWS
+from tests.sharding.margins import NEAR, SURE, parting
 
-SURE = 1e-3
-"""A lead of the likeliest token that rounding in float32 does not take away."""
-NEAR = 0.04
-"""The same where keys, values and weights are eight bits: sums over devices round otherwise, and then now and
-then the numbers that a row is rounded to."""
 PAIRS = [(name, mesh) for name, case in CASES.items() for mesh in case.meshes]
 
 
@@ -39,8 +35,7 @@ def test_answers_are_those_of_one_device(name: str, mesh: str) -> None:
     sure = NEAR if name == "int8" else SURE
     for number, tokens in enumerate(alone["tokens"]):
         assert len(set(tokens)) > len(tokens) / 2
-        pairs = zip(tokens, spread["tokens"][number], strict=True)
-        parted = next((place for place, (one, other) in enumerate(pairs) if one != other), None)
+        parted = parting(tokens, spread["tokens"][number])
         # The request without log-probabilities is sampled, and has no margins to allow for.
         assert parted is None or alone["margins"][number][parted] < sure
 

@@ -12,9 +12,8 @@ from jaxserve.engine.options import EngineOptions
 from sharding import parse_mesh
 from tests.sharding.eight import report_of
 from tests.sharding.groups import ABORTED, ENOUGH, MODELS
+from tests.sharding.margins import SURE, parting
 
-SURE = 1e-3
-"""A lead of the likeliest token that rounding in float32 does not take away."""
 PAIRS = [(name, mesh) for name, case in MODELS.items() for mesh in case.meshes]
 
 
@@ -33,8 +32,7 @@ def test_answers_are_those_of_one_device(name: str, mesh: str, loop: str) -> Non
     assert report(name)[mesh]["in turn"] > 20
     assert len(alone) == len(spread) == 14
     for number, (one, other) in enumerate(zip(alone, spread, strict=True)):
-        pairs = zip(one["tokens"], other["tokens"], strict=False)
-        parted = next((place for place, (own, its) in enumerate(pairs) if own != its), None)
+        parted = parting(one["tokens"], other["tokens"], strict=False)
         if parted is not None:
             # Those without log-probabilities are sampled, and have no margins to allow for.
             assert one["margins"][parted] < SURE

@@ -12,8 +12,8 @@ from jaxserve.engine.prefill import check_prefill
 from sharding import parse_mesh
 from tests.sharding.eight import report_of
 from tests.sharding.engines import DENSE
+from tests.sharding.margins import NEAR, SURE, parting
 from tests.sharding.prefill import PAIRS
-from tests.sharding.test_engines import NEAR, SURE
 
 CASES = [(name, " ".join(map(str, pair))) for name, pairs in PAIRS.items() for pair in pairs]
 
@@ -30,8 +30,7 @@ def test_answers_are_those_of_one_device(name: str, meshes: str) -> None:
     alone, apart = report(name)["alone"], report(name)[meshes]
     sure = NEAR if name == "int8" else SURE
     for number, tokens in enumerate(alone["tokens"]):
-        pairs = zip(tokens, apart["tokens"][number], strict=True)
-        parted = next((place for place, (one, other) in enumerate(pairs) if one != other), None)
+        parted = parting(tokens, apart["tokens"][number])
         # Those without log-probabilities are sampled, and have no margins to allow for.
         assert parted is None or alone["margins"][number][parted] < sure
     assert apart["prompts"] >= 4
