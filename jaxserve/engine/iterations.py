@@ -12,7 +12,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxserve.engine.state import DeviceState
+from jaxserve.engine.state import END_IDS, Column, DeviceState
 from jaxserve.engine.step import Batch, PlanFormat, advance, grant_pages, pack_result
 from jaxserve.model.transformer import Params, Transformer
 
@@ -56,5 +56,5 @@ def run_iterations(
 def _ended(state: DeviceState, batch: Batch, token_S: jax.Array) -> jax.Array:
     """Whether each sequence's newest token ends its answer, or it is at its longest."""
     sampling = state.sampling
-    at_end_S = jnp.any(sampling.end_ids[batch.slot_S] == token_S[:, None], axis=-1)
-    return at_end_S | (state.num_known[batch.slot_S] >= sampling.max_known[batch.slot_S])
+    at_end_S = jnp.any(sampling.ids(batch.slot_S, END_IDS) == token_S[:, None], axis=-1)
+    return at_end_S | (state.num_known[batch.slot_S] >= sampling.number(batch.slot_S, Column.MAX_KNOWN))

@@ -92,7 +92,7 @@ def slot_program_of_replicas(
     that lies."""
 
     def load(state: DeviceState, load: PackedLoad) -> DeviceState:
-        return program(state, dataclasses.replace(load, scalars=load.scalars[0]))
+        return program(state, dataclasses.replace(load, place=load.place[0]))
 
     def first(state: DeviceState, own: jax.Array, *others: jax.Array) -> DeviceState:
         return program(state, own[0], *others)
@@ -129,10 +129,10 @@ class ReplicaPacking(Packing):
     def load(self, load: SlotLoad) -> PackedLoad:
         replica, slot = divmod(load.slot, self._config.num_slots)
         packed = super().load(dataclasses.replace(load, slot=slot))
-        scalars = np.tile(packed.scalars, (self._num_replicas, 1))
-        scalars[:, 0] = self._nowhere
-        scalars[replica, 0] = slot
-        return dataclasses.replace(packed, scalars=scalars)
+        place = np.tile(packed.place, (self._num_replicas, 1))
+        place[:, 0] = self._nowhere
+        place[replica, 0] = slot
+        return dataclasses.replace(packed, place=place)
 
     def copies(self, load: SlotLoad) -> np.ndarray:
         own = super().copies(load)
