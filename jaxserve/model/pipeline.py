@@ -23,9 +23,6 @@ from jaxserve.model.cache import CACHE_AXES, Cache
 from jaxserve.model.rows import Rows, part_of_rows
 from sharding import from_shard_before, num_shards, per_shard, shard_index, shard_sum
 
-ROWS_OF_A_PART = {"cpu": 16, "tpu": 256, "gpu": 256}
-"""Below which a part takes nearly as long as one of so many rows: the matrices must be read either way."""
-
 HANDED_AXES = ("stages", None, None)
 """Of what stages hand on, as it waits for the next tick."""
 
@@ -47,14 +44,6 @@ class Pipeline:
     """Where these lie, a tree of PartitionSpec."""
     mesh: Mesh
     """Has stages."""
-
-
-def num_parts(num_rows: int, num_stages: int, platform: str) -> int:
-    """Into how many parts a step's rows are best cut: the more, the less stages wait for each other, until
-    the parts are so small that each takes as long as a larger one."""
-    least = ROWS_OF_A_PART[platform]
-    wanted = min(2 * num_stages, num_rows // least)
-    return next((parts for parts in range(wanted, 1, -1) if num_rows % parts == 0), 1)
 
 
 def run_stages(

@@ -26,11 +26,12 @@ from jaxserve.model.layer_weights import LayerWeights
 from jaxserve.model.layers import apply_rope, rms_norm, rope_kind, rope_tables, swiglu
 from jaxserve.model.parameters import EXPERT_NAMES, layer_parameters
 from jaxserve.model.peaks import Peaks, SegmentPeaks, raise_peaks
-from jaxserve.model.pipeline import Pipeline, Ropes, num_parts, run_stages, run_tick
+from jaxserve.model.pipeline import Pipeline, Ropes, run_stages, run_tick
 from jaxserve.model.rows import Rows
 from jaxserve.model.spread import segment_specs, weight_specs
 from jaxserve.model.stages import stages_of
 from jaxserve.model.vocabulary import embed, head_logits
+from jaxserve.sizes import num_parts
 from pallas_kernels.dispatch import Target
 from pallas_kernels.page_layout import PageLayout
 from pallas_kernels.ragged_paged_attention import AttentionParams
