@@ -124,12 +124,14 @@ def sample(
         scored_RV = logits_RV if raw else truncate(_adjusted(logits_RV, rows, state, mesh), rows)
         return _report(scored_RV, token_R, max_logprobs, mesh)
 
-    def skip() -> Sampled:
-        zeros = jnp.zeros((token_R.shape[0], max_logprobs), jnp.int32)
-        zero = jnp.zeros_like(token_R)
-        return Sampled(token_R, zero.astype(jnp.float32), zero, zeros, zeros.astype(jnp.float32))
+    return jax.lax.cond(jnp.any(rows.wants_logprobs), report, lambda: unreported(token_R, max_logprobs))
 
-    return jax.lax.cond(jnp.any(rows.wants_logprobs), report, skip)
+
+def unreported(token_R: jax.Array, max_logprobs: int) -> Sampled:
+    """What there is to say of tokens that nobody asked about."""
+    zeros = jnp.zeros((token_R.shape[0], max_logprobs), jnp.int32)
+    zero = jnp.zeros_like(token_R)
+    return Sampled(token_R, zero.astype(jnp.float32), zero, zeros, zeros.astype(jnp.float32))
 
 
 def choose(logits_RV: jax.Array, rows: SamplingRows, state: DeviceState, mesh: Mesh | None) -> jax.Array:

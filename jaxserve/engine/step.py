@@ -19,7 +19,7 @@ import numpy as np
 from jaxserve.config import EngineConfig
 from jaxserve.engine.chain_drafts import make_drafts
 from jaxserve.engine.ragged import ragged_rows
-from jaxserve.engine.sampling import Sampled, sample, sampling_rows
+from jaxserve.engine.sampling import Sampled, sample, sampling_rows, unreported
 from jaxserve.engine.state import DeviceState
 from jaxserve.engine.verify import Drafts, enter_drafts, is_accepted
 from jaxserve.model.transformer import Params, Transformer
@@ -195,15 +195,25 @@ def advance(
 
     samples_R = real_R & (next_position_R >= state.num_known[slot_R])
     next_known_R = jnp.where(samples_R, -1, state.tokens[slot_R, next_position_R])
-    sampled = sample(
-        transformer.logits(params, hidden_RD),
-        sampling_rows(state, slot_R, next_position_R, drafts_RK, ahead_R),
-        state,
-        next_known_R,
-        max_logprobs=transformer.config.max_logprobs,
-        logprobs_mode=transformer.config.logprobs_mode,
-        mesh=transformer.mesh,
-    )
+    settings = sampling_rows(state, slot_R, next_position_R, drafts_RK, ahead_R)
+    max_logprobs = transformer.config.max_logprobs
+
+    def from_logits() -> Sampled:
+        return sample(
+            transformer.logits(params, hidden_RD),
+            settings,
+            state,
+            next_known_R,
+            max_logprobs=max_logprobs,
+            logprobs_mode=transformer.config.logprobs_mode,
+            mesh=transformer.mesh,
+        )
+
+    if form.shape.decode:
+        sampled = from_logits()
+    else:  # In the middle of prompts nobody asks for logits, and the head is a large part of a small model.
+        asked = jnp.any(samples_R | (real_R & settings.wants_logprobs))
+        sampled = jax.lax.cond(asked, from_logits, lambda: unreported(next_known_R, max_logprobs))
     num_tokens_S = batch.num_tokens_S if active_S is None else batch.num_tokens_S * active_S
     num_computed = state.num_computed.at[batch.slot_S].add(num_tokens_S)
     accepted_R = samples_R
