@@ -21,6 +21,7 @@ from jax.sharding import Mesh
 from jaxserve.config import LayerKind
 from jaxserve.model.cache import CACHE_AXES, Cache
 from jaxserve.model.rows import Rows, part_of_rows
+from jaxserve.sizes import num_parts
 from sharding import from_shard_before, num_shards, per_shard, shard_index, shard_sum
 
 HANDED_AXES = ("stages", None, None)
@@ -54,7 +55,7 @@ def run_stages(
     ropes: Ropes,
     keep_R: jax.Array | None,
     *,
-    parts: int,
+    platform: str,
     single: bool,
 ) -> tuple[jax.Array, Cache]:
     """Hidden states after the last stage, on all devices, and the caches with all stages' tokens written.
@@ -64,10 +65,12 @@ def run_stages(
         cache, x_TD, rows: as of `Transformer.forward`.
         ropes: the rotary tables of all rows.
         keep_R: int32 the rows whose hidden states are wanted; None for all.
-        parts: `num_parts`; divides the rows.
+        platform: of the devices, by which rows are cut into parts.
         single: every sequence has exactly one row.
     """
     mesh, stages = pipeline.mesh, num_shards("stages", pipeline.mesh)
+    # One row of each sequence costs the reading of all matrices, in however many parts.
+    parts = 1 if single else num_parts(x_TD.shape[0], stages, platform)
     size = x_TD.shape[0] // parts
 
     def own(

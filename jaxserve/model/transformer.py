@@ -31,7 +31,6 @@ from jaxserve.model.rows import Rows
 from jaxserve.model.spread import segment_specs, weight_specs
 from jaxserve.model.stages import stages_of
 from jaxserve.model.vocabulary import embed, head_logits
-from jaxserve.sizes import num_parts
 from pallas_kernels.dispatch import Target
 from pallas_kernels.gated_activation import gated_activation
 from pallas_kernels.page_layout import PageLayout
@@ -152,10 +151,8 @@ class Transformer:
     ) -> tuple[jax.Array, Cache]:
         """Through the layers as a pipeline."""
         x_TD, ropes = self._enter(params, token_T, rows)
-        # One row of each sequence costs the reading of all matrices, in however many parts.
-        parts = 1 if single else num_parts(x_TD.shape[0], self.num_stages, self.target.platform)
-        pipeline = self._pipeline(params, single)
-        return run_stages(pipeline, cache, x_TD, rows, ropes, keep_R, parts=parts, single=single)
+        pipeline, platform = self._pipeline(params, single), self.target.platform
+        return run_stages(pipeline, cache, x_TD, rows, ropes, keep_R, platform=platform, single=single)
 
     def tick(
         self, params: Params, cache: Cache, token_S: jax.Array, handed_NSD: jax.Array, rows: Rows
