@@ -26,7 +26,7 @@ from jaxserve.model.layer_weights import LayerWeights
 from jaxserve.model.layers import apply_rope, rope_kind, rope_tables
 from jaxserve.model.parameters import EXPERT_NAMES, layer_parameters
 from jaxserve.model.peaks import Peaks, SegmentPeaks, raise_peaks
-from jaxserve.model.pipeline import Pipeline, Ropes, num_parts, run_stages, run_tick
+from jaxserve.model.pipeline import Pipeline, Ropes, run_stages, run_tick
 from jaxserve.model.rows import Rows
 from jaxserve.model.spread import segment_specs, weight_specs
 from jaxserve.model.stages import stages_of
@@ -151,10 +151,8 @@ class Transformer:
     ) -> tuple[jax.Array, Cache]:
         """Through the layers as a pipeline."""
         x_TD, ropes = self._enter(params, token_T, rows)
-        # One row of each sequence costs the reading of all matrices, in however many parts.
-        parts = 1 if single else num_parts(x_TD.shape[0], self.num_stages, self.target.platform)
-        pipeline = self._pipeline(params, single)
-        return run_stages(pipeline, cache, x_TD, rows, ropes, keep_R, parts=parts, single=single)
+        pipeline, platform = self._pipeline(params, single), self.target.platform
+        return run_stages(pipeline, cache, x_TD, rows, ropes, keep_R, platform=platform, single=single)
 
     def tick(
         self, params: Params, cache: Cache, token_S: jax.Array, handed_NSD: jax.Array, rows: Rows
