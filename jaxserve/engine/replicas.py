@@ -72,17 +72,16 @@ def make_replicas(make: Callable[[], DeviceState], mesh: Mesh) -> Callable[[], D
 
 def step_of_replicas(
     run: Callable[..., tuple[DeviceState, jax.Array]], state: DeviceState, num_counts: int, mesh: Mesh
-) -> Callable[..., tuple[DeviceState, jax.Array]]:
-    """A step of parameters, state, a vector for each replica, and `num_counts` numbers for all. Its result
-    has an axis of replicas in front."""
+) -> tuple[Callable[..., tuple[DeviceState, jax.Array]], tuple[Any, ...]]:
+    """A step of parameters, state, a vector for each replica, and `num_counts` numbers for all, and where
+    the latter two lie. Its result has an axis of replicas in front."""
 
     def own(params: Any, state: DeviceState, vectors: jax.Array, *counts: jax.Array) -> Any:
         state, result = run(params, state, vectors[0], *counts)
         return state, result[None]
 
-    specs = state_specs(state)
-    in_specs = (ALL, specs, OWN, *(ALL,) * num_counts)
-    return per_replica(own, mesh, in_specs=in_specs, out_specs=(specs, OWN))
+    specs, given = state_specs(state), (OWN, *(ALL,) * num_counts)
+    return per_replica(own, mesh, in_specs=(ALL, specs, *given), out_specs=(specs, OWN)), given
 
 
 def slot_program_of_replicas(

@@ -93,9 +93,14 @@ def everywhere(tree: Any, mesh: AnyMesh | None) -> Any:
     return jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=whole), tree)
 
 
+def spans_processes(mesh: AnyMesh | None) -> bool:
+    """Whether this process has only some of a mesh's devices."""
+    return mesh is not None and jax.process_count() > 1
+
+
 def from_host(tree: Any, mesh: AnyMesh | None) -> Any:
     """Shapes of what a program that `fed` made takes in place of a tree that the host has."""
-    if mesh is None or jax.process_count() == 1:
+    if mesh is None or not spans_processes(mesh):
         return everywhere(tree, mesh)
     parts = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
     return jax.tree.map(
@@ -112,7 +117,7 @@ def fed(program: Callable[..., Any], num_own: int, mesh: Mesh | None) -> Callabl
         num_own: of the former, how many.
         mesh: the devices.
     """
-    if mesh is None or jax.process_count() == 1:
+    if mesh is None or not spans_processes(mesh):
         return program
 
     def add_up(given: Any) -> Any:

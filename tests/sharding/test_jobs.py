@@ -37,6 +37,8 @@ def alone(model: Path, settings: dict[str, Any]) -> Any:
         # Five layers: the second stage has padding, of a kind that it knows from its own.
         ("stories260K/hf", "pipe=2", 2, {"max_iterations": 4}),
         ("stories260K/hf", "tensor=2,pipe=2", 4, {"quantize": "int8"}),
+        # Each has a replica, and a loop of iterations that ends when its own sequences have.
+        ("stories260K/hf", "data=2", 2, {"num_slots": 4, "max_iterations": 4, "speculative": "ngram"}),
     ],
 )
 def test_processes_answer_as_one(
@@ -65,7 +67,7 @@ def test_the_command_answers_once(shared_data: Path) -> None:
     asked += ["--max-chunk", "16", "-p", "Once upon a time"]
     process = start("jaxserve", asked)
     expected = json.loads(process.communicate()[0])["token_ids"]
-    first, second = run_job("jaxserve", [*asked, "--mesh", "tensor=2"], 2)
+    first, second = run_job("jaxserve", [*asked, "--mesh", "data=2"], 2)
     assert json.loads(first)["token_ids"] == expected
     assert second == ""
 
