@@ -122,7 +122,7 @@ class AbstractEngine:
         nothing = packing_for(config).plan(form, StepPlan.of((), (), form.shape))
         specs = None
         if mesh is not None and config.num_replicas > 1:
-            step, specs = step_of_replicas(step, self.state, len(counts), mesh)
+            step, specs = step_of_replicas(step, self.params, self.state, len(counts), mesh)
         step, given = _taking(step, 2, (nothing, *counts), specs, mesh)
         jitted = jax.jit(step, donate_argnums=1, out_shardings=_places(self.state, mesh))
         return jitted.lower(self.params, self.state, *given)

@@ -28,7 +28,7 @@ from jaxserve.model.parameters import EXPERT_NAMES, layer_parameters
 from jaxserve.model.peaks import Peaks, SegmentPeaks, raise_peaks
 from jaxserve.model.pipeline import Pipeline, Ropes, num_parts, run_stages, run_tick
 from jaxserve.model.rows import Rows
-from jaxserve.model.spread import segment_specs, weight_specs
+from jaxserve.model.spread import experts_of_replica, segment_specs, weight_specs
 from jaxserve.model.stages import stages_of
 from jaxserve.model.vocabulary import embed, head_logits
 from pallas_kernels.dispatch import Target
@@ -133,6 +133,11 @@ class Transformer:
             x_TD = x_TD * jnp.asarray(model.embed_scale, x_TD.dtype)
         kinds = dict.fromkeys(rope_kind(kind) for kind in model.layers)
         return x_TD, {kind: rope_tables(kind, model.head_size, rows.position_T) for kind in kinds}
+
+    @property
+    def shares_experts(self) -> bool:
+        """Whether no replica computes anything without the others."""
+        return experts_of_replica(self.model, dict(self.config.mesh)) < self.model.num_experts
 
     @property
     def num_stages(self) -> int:
@@ -276,6 +281,7 @@ class Transformer:
                 model,
                 tile_rows=16 if self.config.deterministic else min(16, x_TD.shape[0]),
                 mesh=self.mesh,
+                num_here=experts_of_replica(model, dict(self.config.mesh)),
             )
         else:
             mlp = self._per_shard(self._own_mlp, _MLP_NAMES, kind, layer, in_axes=((),), out_axes=())

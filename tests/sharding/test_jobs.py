@@ -39,6 +39,8 @@ def alone(model: Path, settings: dict[str, Any]) -> Any:
         ("stories260K/hf", "tensor=2,pipe=2", 4, {"quantize": "int8"}),
         # Each has a replica, and a loop of iterations that ends when its own sequences have.
         ("stories260K/hf", "data=2", 2, {"num_slots": 4, "max_iterations": 4, "speculative": "ngram"}),
+        # An expert in each.
+        ("stories260K_moe/copies4_top2", "data=2,tensor=2", 4, {"max_iterations": 4}),
     ],
 )
 def test_processes_answer_as_one(
