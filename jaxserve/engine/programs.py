@@ -34,14 +34,7 @@ from jaxserve.engine.replicas import (
     slot_program_of_replicas,
     step_of_replicas,
 )
-from jaxserve.engine.shardings import (
-    fed,
-    from_host,
-    placed,
-    shardings_of,
-    spans_processes,
-    state_shardings,
-)
+from jaxserve.engine.shardings import placed, shardings_of, state_shardings
 from jaxserve.engine.slots import (
     PackedLoad,
     copy_pages,
@@ -53,6 +46,7 @@ from jaxserve.engine.slots import (
 from jaxserve.engine.state import DeviceState, make_state, mask_words
 from jaxserve.engine.step import PlanFormat, run_step
 from jaxserve.engine.ticks import run_tick
+from jaxserve.engine.words import fed, spans_processes
 from jaxserve.model.cache import page_layouts
 from jaxserve.model.transformer import LayerLoop, Transformer
 from jaxserve.plan import SamplingParams, SlotLoad, StepPlan, StepShape
@@ -288,7 +282,7 @@ def _taking(
         mesh: the devices.
     """
     if specs is None or spans_processes(mesh):
-        return fed(program, num_own, mesh), from_host(given, mesh)
+        return fed(program, num_own, given, mesh)
     assert mesh is not None, "there are replicas"
     return program, on_mesh(given, specs, mesh)
 

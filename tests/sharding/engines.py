@@ -99,7 +99,7 @@ CASES = {
         ),
         ("expert=4", "tensor=2,expert=4", "data=2,expert=4"),
     ),
-    # Two experts for each replica, whose four devices have slices of them. Norms of queries and keys as Qwen3's.
+    # Two experts for each replica, whose four devices have slices of them.
     "shared experts": Case(
         dataclasses.replace(
             DENSE,
