@@ -15,7 +15,6 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine.build import configure, layer_loop_for, load_parameters, local_target
 from jaxserve.engine.options import EngineOptions
 from jaxserve.model.cache import Cache, make_cache, page_layouts
-from jaxserve.model.layers import rms_norm
 from jaxserve.model.peaks import Peaks, no_peaks, peaks_by_name
 from jaxserve.model.rows import sequence_rows
 from jaxserve.model.transformer import Params, Transformer
@@ -24,6 +23,7 @@ from jaxserve.quantization.smoothing import check_smoothing
 from jaxserve.text import Tokenizer
 from jaxserve.text.windows import Window, cut_windows
 from jaxserve.weights import Checkpoint
+from pallas_kernels.rms_norm import rms_norm
 
 WINDOW = 512
 """Tokens that are read on their own."""

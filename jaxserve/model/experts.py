@@ -10,9 +10,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxserve.config import ModelConfig
-from jaxserve.model.layers import Weight, product_flat, swiglu
+from jaxserve.model.layers import Weight, product_flat
 from jaxserve.model.parameters import EXPERT_NAMES, ParameterInfo, expert_parameters
 from jaxserve.model.spread import cut_by, weight_specs
+from pallas_kernels.gated_activation import gated_activation
 from pallas_kernels.grouped_mlp import grouped_mlp
 from sharding import (
     from_all_replicas,
@@ -126,7 +127,7 @@ def _own_experts(
         jnp.sum(expert_M[:, None] == own_E[None], axis=0, dtype=jnp.int32),
         layer * num_own,
         multiply=product_flat,
-        activate=functools.partial(swiglu, activation=model.activation),
+        activate=functools.partial(gated_activation, activation=model.activation),
         tile_rows=tile_rows,
     )
     out_TD = out_TD.astype(x_TD.dtype)

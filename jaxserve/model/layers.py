@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.config import Activation, LayerKind
+from jaxserve.config import LayerKind
 from jaxserve.model.stacked import stacked_product
 from jaxserve.quantization.products import Reach, direct, quantised_product
 from jaxserve.quantization.stacked import stack_of_one
@@ -19,30 +19,6 @@ from pallas_kernels.int8_matmul import int8_matmul, join_halves, rounded_int8_ma
 
 Weight = jax.Array | QuantisedWeight
 """A matrix `[*out, *in]`."""
-
-_NUM_SUMS = 4
-"""Columns, and fewest rows, of the product that adds up squares."""
-
-
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float, *, exact_order: bool = False) -> jax.Array:
-    """Root-mean-square norm over the last axis, computed in float32 (Zhang and Sennrich 2019).
-
-    `exact_order`: whether a row's result must be the same bits however many rows there are. XLA on CPU adds
-    a row's squares up in an order that depends on that; its matrix products do not, from two rows and columns
-    up.
-    """
-    wide = x.astype(jnp.float32)
-    squares = jnp.square(wide)
-    if exact_order:
-        ones = jnp.ones((_NUM_SUMS, x.shape[-1]), jnp.float32)
-        rows = squares.reshape(-1, x.shape[-1])
-        padding = max(0, _NUM_SUMS - rows.shape[0])
-        sums = linear(jnp.pad(rows, ((0, padding), (0, 0))), ones)[: rows.shape[0], :1]
-        mean = sums.reshape(*x.shape[:-1], 1) / x.shape[-1]
-    else:
-        mean = jnp.mean(squares, axis=-1, keepdims=True)
-    return (wide * jax.lax.rsqrt(mean + eps) * weight).astype(x.dtype)
-
 
 def linear(x: jax.Array, weight: Weight, bias: jax.Array | None = None) -> jax.Array:
     """`[T, *out]`: x `[T, *in]` times a weight `[*out, *in]`, in the type of x."""
@@ -142,13 +118,6 @@ def take_rows(table: Weight, row_T: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """`[T, D]`: rows of a table `[V, D]`; ids beyond it take its last row."""
     taken = jax.tree.map(lambda array: jnp.take(array, row_T, axis=0, mode="clip"), table)
     return dequantise(taken).astype(dtype) if isinstance(taken, QuantisedWeight) else taken
-
-
-def swiglu(gate_up_T2F: jax.Array, activation: Activation) -> jax.Array:
-    """`[T, F]`: the gated activation of `[T, 2, F]`."""
-    gate, up = gate_up_T2F[:, 0].astype(jnp.float32), gate_up_T2F[:, 1].astype(jnp.float32)
-    act = jax.nn.silu(gate) if activation == "silu" else jax.nn.gelu(gate, approximate=True)
-    return (act * up).astype(gate_up_T2F.dtype)
 
 
 def rope_kind(kind: LayerKind) -> LayerKind:

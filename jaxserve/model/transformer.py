@@ -23,7 +23,7 @@ from jaxserve.model.attention import write_and_attend
 from jaxserve.model.cache import CACHE_AXES, Cache, CacheGroup, LayerPlace, layer_places
 from jaxserve.model.experts import expert_mlp
 from jaxserve.model.layer_weights import LayerWeights
-from jaxserve.model.layers import apply_rope, rms_norm, rope_kind, rope_tables, swiglu
+from jaxserve.model.layers import apply_rope, rope_kind, rope_tables
 from jaxserve.model.parameters import EXPERT_NAMES, layer_parameters
 from jaxserve.model.peaks import Peaks, SegmentPeaks, raise_peaks
 from jaxserve.model.pipeline import Pipeline, Ropes, num_parts, run_stages, run_tick
@@ -32,8 +32,10 @@ from jaxserve.model.spread import experts_of_replica, segment_specs, weight_spec
 from jaxserve.model.stages import stages_of
 from jaxserve.model.vocabulary import embed, head_logits
 from pallas_kernels.dispatch import Target
+from pallas_kernels.gated_activation import gated_activation
 from pallas_kernels.page_layout import PageLayout
 from pallas_kernels.ragged_paged_attention import AttentionParams
+from pallas_kernels.rms_norm import add_and_rms_norm, rms_norm
 from sharding import inside_shard, num_shards, per_shard, shard_sum
 
 LayerLoop = Literal["stacked", "switched", "indexed", "unrolled"]
@@ -208,7 +210,13 @@ class Transformer:
         return head_logits(table_VD, normed_RD, model, self.mesh, self.target)
 
     def _norm(self, x: jax.Array, weight: jax.Array) -> jax.Array:
-        return rms_norm(x, weight, self.model.norm_eps, exact_order=self.config.deterministic)
+        return rms_norm(x, weight, **self._norm_settings)
+
+    @property
+    def _norm_settings(self) -> dict[str, Any]:
+        # On a mesh XLA cuts them, which it cannot do with a kernel.
+        target = self.target if self.mesh is None else None
+        return {"eps": self.model.norm_eps, "exact_order": self.config.deterministic, "target": target}
 
     def _run_segment(
         self,
@@ -266,8 +274,8 @@ class Transformer:
         mixed_TD, cache = self._attention(kind, layer, group, index, normed_TD, cache, rows, rope, single)
         if model.post_norms:
             mixed_TD = self._norm(mixed_TD, layer.small("post_attn_norm"))
-        x_TD = x_TD + mixed_TD
-        normed_TD = self._norm(x_TD, layer.small("mlp_norm"))
+        mlp_norm = layer.small("mlp_norm")
+        x_TD, normed_TD = add_and_rms_norm(x_TD, mixed_TD, mlp_norm, **self._norm_settings)
         if kind.experts:
             gate_up, down = (layer.experts(name) for name in EXPERT_NAMES)
             layer.see(EXPERT_NAMES[0], normed_TD)
@@ -326,7 +334,8 @@ class Transformer:
     def _own_mlp(self, layer: LayerWeights, x_TD: jax.Array) -> jax.Array:
         """The gated feed-forward part: every device has some of its channels."""
         gate_up_T2F = layer.linear("gate_up", x_TD)
-        out_TD = layer.linear("down", swiglu(gate_up_T2F, self.model.activation))
+        gated_TF = gated_activation(gate_up_T2F, self.model.activation, target=self.target)
+        out_TD = layer.linear("down", gated_TF)
         return shard_sum(out_TD, "mlp", self.mesh)
 
     def _attention(

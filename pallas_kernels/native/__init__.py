@@ -19,10 +19,16 @@ import jax
 import jaxlib.version
 
 _PACKAGE = Path(__file__).resolve().parents[1]
-_SOURCES = ("int8_matmul/cpu.cc", "ragged_paged_attention/cpu.cc")
+_SOURCES = (
+    "gated_activation/cpu.cc",
+    "int8_matmul/cpu.cc",
+    "ragged_paged_attention/cpu.cc",
+    "rms_norm/cpu.cc",
+)
 _HEADERS = (
     "native/ffi.h",
     "native/lanes.h",
+    "native/vectors.h",
     "native/amx.h",
     "int8_matmul/scaled.h",
     "int8_matmul/amx.h",
@@ -34,6 +40,8 @@ _COMPILERS = ("c++", "g++", "clang++")
 _SECONDS = 120.0
 INT8_MATMUL = "JaxserveInt8Matmul"
 ATTENTION = "JaxserveRaggedPagedAttention"
+RMS_NORM = "JaxserveRmsNorm"
+GATED_ACTIVATION = "JaxserveGatedActivation"
 
 _libraries: list[ctypes.CDLL] = []
 """The one that has been loaded: what is registered must stay."""
@@ -62,7 +70,7 @@ def load(folder: Path) -> str | None:
         loaded = ctypes.CDLL(str(library))
     except OSError as error:
         return str(error)
-    for name in (INT8_MATMUL, ATTENTION):
+    for name in (INT8_MATMUL, ATTENTION, RMS_NORM, GATED_ACTIVATION):
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(loaded, name)), platform="cpu")
     _libraries.append(loaded)
     return None
@@ -71,6 +79,11 @@ def load(folder: Path) -> str | None:
 def obstacle(native: bool) -> str | None:
     """Why a program may not use the kernels, or None. `native`: of its `Target`."""
     return None if native else "no kernels are built for this machine"
+
+
+def obstacle_in_float32(native: bool, dtype: str) -> str | None:
+    """The same where they compute in float32 alone; `dtype`: of what they are given."""
+    return obstacle(native) or (None if dtype == "float32" else f"numbers are {dtype}")
 
 
 def _flags() -> tuple[str, ...]:

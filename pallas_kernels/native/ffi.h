@@ -151,6 +151,27 @@ inline void ParallelFor(XLA_FFI_CallFrame* frame, int64_t num_pieces, std::funct
   while (!job->Done()) std::this_thread::yield();
 }
 
+// Rows of an array, all its axes but the last.
+inline int64_t NumRows(const XLA_FFI_Buffer& array) {
+  int64_t num_rows = 1;
+  for (int64_t axis = 0; axis + 1 < array.rank; ++axis) num_rows *= array.dims[axis];
+  return num_rows;
+}
+
+// work(0) to work(num_rows - 1), rows that cost about as much as copying so many numbers each: on other threads
+// too where there is enough to do that waking them pays.
+template <typename F>
+void ForRows(XLA_FFI_CallFrame* frame, int64_t num_rows, int64_t row_cost, const F& work) {
+  constexpr int64_t kPiece = 1 << 13;  // numbers
+  const int64_t together = std::max<int64_t>(1, kPiece / row_cost), num_pieces = (num_rows + together - 1) / together;
+  const auto piece = [&](int64_t number) {
+    const int64_t end = std::min(num_rows, (number + 1) * together);
+    for (int64_t row = number * together; row < end; ++row) work(row);
+  };
+  if (num_rows * row_cost >= 4 * kPiece) return ParallelFor(frame, num_pieces, piece);
+  for (int64_t number = 0; number < num_pieces; ++number) piece(number);
+}
+
 }  // namespace jaxserve
 
 #endif  // JAXSERVE_PALLAS_KERNELS_NATIVE_FFI_H_

@@ -13,6 +13,7 @@
 
 #include "native/ffi.h"
 #include "native/lanes.h"
+#include "native/vectors.h"
 
 #if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__linux__)
 #define JAXSERVE_AMX 1
@@ -20,6 +21,9 @@
 #endif
 
 namespace {
+
+using jaxserve::Broadcast, jaxserve::Exp, jaxserve::Integers, jaxserve::kWidth, jaxserve::Load, jaxserve::Store,
+    jaxserve::Vector;
 
 constexpr int64_t kLanes = 128;
 constexpr int64_t kTokens = 16;   // of a block; pages are a multiple
@@ -29,25 +33,11 @@ constexpr float kMasked = -std::numeric_limits<float>::infinity();
 
 constexpr int64_t kPart = 256;    // a multiple of kTokens
 #if defined(__AVX512F__)
-constexpr int64_t kWidth = 16;  // floats of a Vector
-constexpr int kTogether = 8;    // queries that share a block's numbers in registers
+constexpr int kTogether = 8;  // queries that share a block's numbers in registers
 #else
-constexpr int64_t kWidth = 8;
 constexpr int kTogether = 4;
 #endif
 constexpr int64_t kVectors = kTokens / kWidth;
-typedef float Vector __attribute__((vector_size(4 * kWidth)));
-typedef int32_t Integers __attribute__((vector_size(4 * kWidth)));
-
-Vector Load(const float* x) {
-  Vector v;
-  std::memcpy(&v, x, sizeof v);
-  return v;
-}
-
-void Store(float* x, Vector v) { std::memcpy(x, &v, sizeof v); }
-
-Vector Broadcast(float x) { return x - Vector{}; }
 
 float Highest(Vector v) {
   typedef float Quarter __attribute__((vector_size(kWidth)));
@@ -58,27 +48,6 @@ float Highest(Vector v) {
   float highest = all[0];
   for (int64_t i = 1; i < kWidth / 4; ++i) highest = std::max(highest, all[i]);
   return highest;
-}
-
-// e^x for x <= 0 to about one unit in the last place: 2^n times a polynomial in the rest (Cephes' expf).
-Vector Exp(Vector x) {
-  const Vector lowest = Broadcast(-87.0f);
-  x = x > lowest ? x : lowest;
-  const Vector shifted = x * 1.44269504f + 12582912.0f;  // The sum's low bits are x / ln 2, rounded.
-  const Vector whole = shifted - 12582912.0f;
-  const Vector rest = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;
-  Vector p = rest * 1.9875691500e-4f + 1.3981999507e-3f;
-  p = p * rest + 8.3334519073e-3f;
-  p = p * rest + 4.1665795894e-2f;
-  p = p * rest + 1.6666665459e-1f;
-  p = p * rest + 5.0000001201e-1f;
-  p = p * rest * rest + rest + 1.0f;
-  Integers bits;
-  std::memcpy(&bits, &shifted, sizeof bits);
-  const Integers power = (bits - 0x4b400000 + 127) << 23;
-  Vector scale;
-  std::memcpy(&scale, &power, sizeof scale);
-  return p * scale;
 }
 
 enum Format { kFloat32 = 0, kBfloat16 = 1, kInt8 = 2 };
