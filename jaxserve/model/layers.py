@@ -20,6 +20,7 @@ from pallas_kernels.int8_matmul import int8_matmul, join_halves, rounded_int8_ma
 Weight = jax.Array | QuantisedWeight
 """A matrix `[*out, *in]`."""
 
+
 def linear(x: jax.Array, weight: Weight, bias: jax.Array | None = None) -> jax.Array:
     """`[T, *out]`: x `[T, *in]` times a weight `[*out, *in]`, in the type of x."""
     out = product(x, weight)
