@@ -104,7 +104,6 @@ CASES = {
         dataclasses.replace(
             DENSE,
             layers=EXPERTS * 2,
-            qkv_bias=False,
             qk_norm=True,
             num_experts=4,
             experts_per_token=2,
