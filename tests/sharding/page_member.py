@@ -35,7 +35,7 @@ def main() -> None:
         kv_format=args.kv_format,
         max_model_len=64,
         max_chunk=16,
-        num_slots=2,
+        num_slots=4,
         num_pages=16,
         host_kv_memory=2**20,
     )
