@@ -214,8 +214,7 @@ class Transformer:
 
     @property
     def _norm_settings(self) -> dict[str, Any]:
-        # On a mesh XLA cuts them, which it cannot do with a kernel.
-        target = self.target if self.mesh is None else None
+        target = self.target if self.mesh is None else None  # XLA cuts rows over a mesh, not in a kernel.
         return {"eps": self.model.norm_eps, "exact_order": self.config.deterministic, "target": target}
 
     def _run_segment(
@@ -238,10 +237,9 @@ class Transformer:
             for i, kind in enumerate(segment.pattern[:num]):
                 inputs: dict[str, jax.Array] | None = None if peaks is None else {}
                 layer = LayerWeights(weights[i], number, self.target, inputs)
-                index = jnp.asarray(places[i].index + number * strides[i], jnp.int32)
-                x_TD, cache = self._layer(
-                    kind, layer, places[i].group, index, x_TD, cache, rows, ropes, single
-                )
+                group, first = places[i].group, places[i].index
+                index = jnp.asarray(first + number * strides[i], jnp.int32)
+                x_TD, cache = self._layer(kind, layer, group, index, x_TD, cache, rows, ropes, single)
                 if peaks is not None and inputs is not None:
                     raised = raise_peaks(peaks[i], number, inputs, rows.valid_T)
                     peaks = (*peaks[:i], raised, *peaks[i + 1 :])
@@ -335,8 +333,7 @@ class Transformer:
         """The gated feed-forward part: every device has some of its channels."""
         gate_up_T2F = layer.linear("gate_up", x_TD)
         gated_TF = gated_activation(gate_up_T2F, self.model.activation, target=self.target)
-        out_TD = layer.linear("down", gated_TF)
-        return shard_sum(out_TD, "mlp", self.mesh)
+        return shard_sum(layer.linear("down", gated_TF), "mlp", self.mesh)
 
     def _attention(
         self,

@@ -328,12 +328,18 @@ using jaxserve::amx::kSide, jaxserve::amx::kDeep, jaxserve::amx::kTile, jaxserve
 
 constexpr int64_t kTogetherTokens = 4 * kSide;  // whose scores are computed at once
 
-// What a thread needs for a piece where it computes with tiles, a part of the context at a time.
-class TileBuffers {
-  using Lines = std::unique_ptr<jaxserve::amx::Line[]>;  // Not filled with zeros.
-  Lines keys_, values_, queries_;
+// Lines for one use, of this thread's own, kept for the next piece: new ones would be mapped and cleared each time.
+template <int kUse>
+uint16_t* KeptLines(int64_t num_numbers) {
+  static thread_local std::unique_ptr<jaxserve::amx::Line[]> lines;
+  static thread_local int64_t size = 0;
+  if (num_numbers > size) lines.reset(new jaxserve::amx::Line[num_numbers / kDeep]);
+  size = std::max(size, num_numbers);
+  return lines[0].numbers;
+}
 
- public:
+// What a thread needs for a piece where it computes with tiles, a part of the context at a time.
+struct TileBuffers {
   uint16_t* const keys;     // [kPart / 64][depth / 32][4] tiles: of 32 lanes, 16 tokens
   uint16_t* const values;   // [depth / 64][kPart / 32][4, or 2 for the last] tiles: of 32 tokens, 16 lanes
   uint16_t* const queries;  // [kTerms][queries][depth]
@@ -341,10 +347,9 @@ class TileBuffers {
   alignas(64) uint16_t weights[kTerms * kSide * kPart];  // [kTerms][16 queries][kPart]
 
   TileBuffers(const Problem& p, const Piece& piece)
-      : keys_(new jaxserve::amx::Line[kPart * p.depth() / kDeep]),
-        values_(new jaxserve::amx::Line[kPart * p.depth() / kDeep]),
-        queries_(new jaxserve::amx::Line[kTerms * NumQueries(p, piece) * p.depth() / kDeep]),
-        keys(keys_[0].numbers), values(values_[0].numbers), queries(queries_[0].numbers) {
+      : keys(KeptLines<0>(kPart * p.depth())),
+        values(KeptLines<1>(kPart * p.depth())),
+        queries(KeptLines<2>(kTerms * NumQueries(p, piece) * p.depth())) {
     const int64_t size = NumQueries(p, piece) * p.depth();
     std::vector<float> wide(size);
     for (int64_t query = 0; query < NumQueries(p, piece); ++query) CopyQuery(p, piece, query, wide.data());

@@ -390,6 +390,7 @@ def seconds_per_turnover(num_waiting: int) -> float:
     return sorted(times)[len(times) // 2]
 
 
+@pytest.mark.alone
 def test_a_long_queue_costs_hardly_more_than_a_short_one() -> None:
     short, long = (min(seconds_per_turnover(num) for _ in range(2)) for num in (300, 10_000))
     assert long < 4 * short + 50e-6

@@ -90,6 +90,7 @@ def test_what_was_said_is_in_no_line() -> None:
         assert "secret" not in json.dumps(describe(record))
 
 
+@pytest.mark.alone
 def test_a_stuck_terminal_holds_nobody_up_and_what_it_cost_is_written() -> None:
     stream = StuckStream()
     log = RequestLog(stream, longest_queue=10)

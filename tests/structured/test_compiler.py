@@ -67,6 +67,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_schema_is_answered_soon_and_others_go_on(compiler: GrammarCompiler, name: str) -> None:
     grammar = Grammar("json_schema", json.dumps(HOSTILE[name]))

@@ -35,6 +35,7 @@ def test_real_vocabularies_cut_text_as_llama_cpp_does(shared_data: Path, model: 
         assert tokenizer.decode(ids) == text
 
 
+@pytest.mark.alone
 @pytest.mark.real
 def test_smollm2_from_its_file(shared_data: Path, smollm2_gguf: Path) -> None:
     metadata, _ = read_gguf(smollm2_gguf)

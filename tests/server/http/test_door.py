@@ -18,6 +18,7 @@ DELAYED_ACKNOWLEDGEMENT = 0.04
 """Seconds that a client's kernel may wait before it acknowledges what it got."""
 
 
+@pytest.mark.alone
 def test_a_short_answer_does_not_wait_for_an_acknowledgement() -> None:
     async def fastest_answer() -> float:
         async with serving() as (service, _):

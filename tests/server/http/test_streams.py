@@ -76,6 +76,7 @@ def test_answers_that_show_token_ids_have_no_frames() -> None:
         assert written["choices"][0]["token_ids"] == [5, 6]
 
 
+@pytest.mark.alone
 def test_patience_ends_one_long_wait_and_not_many_short_ones() -> None:
     async def wait(seconds: float, times: int) -> None:
         async with Patience(0.1) as patience:
