@@ -17,6 +17,7 @@ from jaxserve.engine.mesh import num_pools
 from jaxserve.engine.options import EngineOptions
 from jaxserve.engine.programs import AbstractEngine, abstract_engine
 from jaxserve.engine.step import PlanFormat
+from jaxserve.model.spread import shares_experts
 from jaxserve.plan import StepShape
 from jaxserve.quantization import STORED, recipe_named
 from pallas_kernels.dispatch import Target
@@ -95,7 +96,7 @@ class AheadEngine:
         shares = [(count - 1) / count for count in (num_shards("kv_heads", mesh), num_shards("mlp", mesh))]
         stages = num_shards("stages", mesh)
         sums = 2 * sum(shares) * model.num_layers / stages
-        if self.abstract.transformer.shares_experts:
+        if shares_experts(self.config):
             # To the experts of the other replicas and back.
             sums += 2 * (self.config.num_replicas - 1) * sum(kind.experts for kind in model.layers) / stages
         return int((sums + (stages - 1) / stages) * shape.rows * model.hidden_size * item_bytes)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from jaxserve.engine.state import DeviceState
 from jaxserve.engine.step import Batch, PlanFormat, advance, grant_pages, pack_result
+from jaxserve.model.spread import shares_experts
 from jaxserve.model.transformer import Params, Transformer
 from sharding import most_of_replicas
 
@@ -45,7 +46,7 @@ def run_iterations(
         return iteration + 1, state, active_S, goes_on(active_S), results
 
     def goes_on(active_S: jax.Array) -> jax.Array:
-        if not transformer.shares_experts:
+        if not shares_experts(transformer.config):
             return jnp.any(active_S)
         # Other replicas need this one's experts, whatever its own sequences do.
         return most_of_replicas(jnp.any(active_S).astype(jnp.int32)) > 0

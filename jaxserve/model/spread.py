@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from jaxserve.config import ModelConfig
+from jaxserve.config import EngineConfig, ModelConfig
 from jaxserve.model.parameters import ParameterInfo, layer_parameters
 from jaxserve.model.stages import stages_of
 from jaxserve.quantization.stacked import StackedWeight
@@ -46,6 +46,11 @@ def experts_of_replica(model: ModelConfig, mesh: Mapping[str, int]) -> int:
     tensor, expert = mesh.get(TENSOR, 1), mesh.get(EXPERT, 1)
     sliced = share % expert == 0 and model.expert_intermediate_size % tensor == 0
     return share if rest == 0 and (share % (tensor * expert) == 0 or sliced) else model.num_experts
+
+
+def shares_experts(config: EngineConfig) -> bool:
+    """Whether no replica computes a layer of experts without the others."""
+    return experts_of_replica(config.model, dict(config.mesh)) < config.model.num_experts
 
 
 def cut_by(info: ParameterInfo, mesh: AnyMesh | None) -> ParameterInfo:

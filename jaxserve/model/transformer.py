@@ -137,11 +137,6 @@ class Transformer:
         return x_TD, {kind: rope_tables(kind, model.head_size, rows.position_T) for kind in kinds}
 
     @property
-    def shares_experts(self) -> bool:
-        """Whether no replica computes anything without the others."""
-        return experts_of_replica(self.model, dict(self.config.mesh)) < self.model.num_experts
-
-    @property
     def num_stages(self) -> int:
         return num_shards("stages", self.mesh)
 
