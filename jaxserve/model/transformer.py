@@ -199,10 +199,9 @@ class Transformer:
 
     def logits(self, params: Params, x_RD: jax.Array) -> jax.Array:
         """Float32 `[R, V]` of some rows' hidden states."""
-        model = self.model
         normed_RD = self._norm(x_RD, params["final_norm"])
-        table_VD = params["embed" if model.tie_embeddings else "head"]
-        return head_logits(table_VD, normed_RD, model, self.mesh, self.target)
+        table_VD = params["embed" if self.model.tie_embeddings else "head"]
+        return head_logits(table_VD, normed_RD, self.model, self.mesh, self.target)
 
     def _norm(self, x: jax.Array, weight: jax.Array) -> jax.Array:
         return rms_norm(x, weight, **self._norm_settings)
