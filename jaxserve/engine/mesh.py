@@ -141,8 +141,6 @@ def _spanning(option: str | None, model: ModelConfig, num_devices: int, num_proc
         logger.info("mesh auto: %s, which takes %s", mesh_name(axes), whole)
         return axes
     axes = parse_mesh(option)
-    if DATA in dict(axes):
-        raise ValueError(f"mesh {mesh_name(axes)}: replicas are for one process, and these are {whole}")
     spread_model(model, axes)
     if mesh_size(axes) != num_devices:
         raise ValueError(f"mesh {mesh_name(axes)} takes {mesh_size(axes)} devices; it must take {whole}")

@@ -28,7 +28,7 @@ from jaxserve.model.parameters import EXPERT_NAMES, layer_parameters
 from jaxserve.model.peaks import Peaks, SegmentPeaks, raise_peaks
 from jaxserve.model.pipeline import Pipeline, Ropes, run_stages, run_tick
 from jaxserve.model.rows import Rows
-from jaxserve.model.spread import segment_specs, weight_specs
+from jaxserve.model.spread import experts_of_replica, segment_specs, weight_specs
 from jaxserve.model.stages import stages_of
 from jaxserve.model.vocabulary import embed, head_logits
 from pallas_kernels.dispatch import Target
@@ -197,10 +197,9 @@ class Transformer:
 
     def logits(self, params: Params, x_RD: jax.Array) -> jax.Array:
         """Float32 `[R, V]` of some rows' hidden states."""
-        model = self.model
         normed_RD = self._norm(x_RD, params["final_norm"])
-        table_VD = params["embed" if model.tie_embeddings else "head"]
-        return head_logits(table_VD, normed_RD, model, self.mesh, self.target)
+        table_VD = params["embed" if self.model.tie_embeddings else "head"]
+        return head_logits(table_VD, normed_RD, self.model, self.mesh, self.target)
 
     def _norm(self, x: jax.Array, weight: jax.Array) -> jax.Array:
         return rms_norm(x, weight, **self._norm_settings)
@@ -280,6 +279,7 @@ class Transformer:
                 model,
                 tile_rows=16 if self.config.deterministic else min(16, x_TD.shape[0]),
                 mesh=self.mesh,
+                num_here=experts_of_replica(model, dict(self.config.mesh)),
             )
         else:
             mlp = self._per_shard(self._own_mlp, _MLP_NAMES, kind, layer, in_axes=((),), out_axes=())
