@@ -7,7 +7,7 @@ products beside ours on the same shapes. A line says for one iteration of the in
 executes, how many of them keep the matrix units busy, register spills and fills, and how long that takes
 against the time in which HBM delivers the pages that the iteration reads (decode), or how many operations it
 does a bundle (prefill). Of a product by a quantised matrix (`int4-32 x 8`: by so many rows) it says the same
-of one tile of the matrix.
+of one tile of the matrix, of keys and values on their way into pages (`write int8 x 64`) of all rows.
 
 Needs libtpu: the project's extra compilers-tpu.
 """
@@ -27,9 +27,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import tpu_matmuls
+from benchmarks import tpu_matmuls, tpu_writes
 from benchmarks.bundles import Loop, read_bundles, working_loops
 from benchmarks.tpu_matmuls import MatmulShape
+from benchmarks.tpu_writes import WriteShape
 
 TPU_ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
@@ -72,10 +73,11 @@ class Shape:
     peer: bool = False
 
 
-SHAPES: dict[str, Shape | MatmulShape] = {
+SHAPES: dict[str, Shape | MatmulShape | WriteShape] = {
     shape.name: shape
     for shape in (
         *tpu_matmuls.SHAPES,
+        *tpu_writes.SHAPES,
         Shape("decode 8:1 h128", False, 1, 8, 128),
         Shape("decode 8:1 h128 peer", False, 1, 8, 128, peer=True),
         Shape("decode 8:1 h128 int8", False, 1, 8, 128, "int8"),
@@ -185,7 +187,7 @@ def measure(chip: str, names: Sequence[str]) -> Iterator[Measured]:
             yield _measure(chip, SHAPES[name], Path(folder))
 
 
-def _measure(chip: str, shape: Shape | MatmulShape, folder: Path) -> Measured:
+def _measure(chip: str, shape: Shape | MatmulShape | WriteShape, folder: Path) -> Measured:
     """Compile one, whose schedule the compiler leaves in a folder."""
     import jax
     from jax.experimental import topologies
@@ -193,21 +195,31 @@ def _measure(chip: str, shape: Shape | MatmulShape, folder: Path) -> Measured:
     topology = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip].topology)
     device = topology.devices[0]
     mesh = jax.sharding.Mesh([device], ("device",))
+    donated = range(0)
     with jax.default_device(device), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         if isinstance(shape, MatmulShape):
             function, operands = tpu_matmuls.program(shape, device)
             kernel, work = "", (0, 0)
+        elif isinstance(shape, WriteShape):
+            function, operands = tpu_writes.program(shape)
+            kernel, work = "", (0, 0)
+            donated = range(len(operands) - 4)
         else:
             kernel, function, operands, work = (_peer if shape.peer else _ours)(shape, device)
         placed = jax.sharding.SingleDeviceSharding(device)
         operands = [jax.ShapeDtypeStruct(*operand, sharding=placed) for operand in operands]
         started = time.monotonic()
-        jax.jit(function).lower(*operands).compile()
+        jax.jit(function, donate_argnums=donated).lower(*operands).compile()
         seconds = time.monotonic() - started
     if isinstance(shape, MatmulShape):
         done = tpu_matmuls.work_of(shape, device, folder)
         return _measured(
             chip, shape.name, seconds, done.listed, done.loop, done.bundles, done.tile_bytes, done.operations
+        )
+    if isinstance(shape, WriteShape):
+        written = tpu_writes.work_of(shape, folder)
+        return _measured(
+            chip, shape.name, seconds, written.listed, written.loop, written.bundles, written.tile_bytes, 0
         )
     bundles = read_bundles(folder, kernel)
     loop = working_loops(bundles)[0]

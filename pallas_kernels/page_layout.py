@@ -24,6 +24,8 @@ import jax.numpy as jnp
 LANES = 128
 FORMAT_MAX = {"int8": 127.0, "float8_e4m3fn": 448.0}
 """The formats of eight bits, whose numbers are scaled, and the largest number of each."""
+SMALLEST_PEAK = 1e-8
+"""What a row's largest number is taken to be at least: one of zeros has a scale too."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ class PageLayout:
         """Numbers that fit a format of eight bits, float32, and their scales: one a token and head."""
         x_TKh = x_TKh.astype(jnp.float32)
         largest = FORMAT_MAX[self.kv_format]
-        scale_TK = jnp.maximum(jnp.max(jnp.abs(x_TKh), axis=-1), 1e-8) / largest
+        scale_TK = jnp.maximum(jnp.max(jnp.abs(x_TKh), axis=-1), SMALLEST_PEAK) / largest
         scaled_TKh = x_TKh / scale_TK[..., None]
         if self.kv_format == "int8":
             return jnp.round(scaled_TKh), scale_TK

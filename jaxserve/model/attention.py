@@ -47,6 +47,7 @@ def write_and_attend(
         rows.page_TG[group] + first_page,
         rows.position_T % layout.page_size,
         layout=layout,
+        target=target,
     )
     mixed_THh = ragged_paged_attention(
         q_THh,

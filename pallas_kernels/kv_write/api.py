@@ -1,9 +1,10 @@
-"""The operation's one entry: checks shapes at trace time, then writes by XLA's scatter.
+"""The operation's one entry: checks shapes at trace time, then picks an implementation.
 
-There is no kernel, by measurement: on TPU the memory is written in tiles of 8 to 32 rows, so that a kernel of
-its own would read and write back two tiles for each head and token, some 10,000 cycles of issuing copies for
-64 tokens and 8 heads. XLA's scatter of their 1,024 rows takes an estimated 3,200 on v6e (in bfloat16, the
-whole write 9,800), in place and without temporaries. Scales cost more than the numbers: 34,000 with int8.
+On TPU the least that can be written is a memory tile of 8 to 32 rows. XLA's scatter takes the rows of heads
+and tokens 16 at a time: it fetches their tiles, waits, puts them back, waits, and does the same again for all
+scales. The kernel has the tiles of many tokens on their way at the same time, all heads of a token in one
+copy, and quantises on the way (`python -m benchmarks.tpu_schedule --only write`).
+
 On GPU XLA makes each scatter one kernel that writes into the donated pool: in the steps compiled for an H200
 no instruction copies one.
 """
@@ -12,8 +13,17 @@ from __future__ import annotations
 
 import jax
 
+from pallas_kernels.dispatch import Implementation, Target, choose
 from pallas_kernels.kv_write.reference import kv_write_reference
+from pallas_kernels.kv_write.tpu import obstacle, write_tpu
 from pallas_kernels.page_layout import PageLayout
+
+IMPLEMENTATIONS = (
+    Implementation(
+        "tpu", "tpu", write_tpu, obstacle, evidence="benchmarks/results/tpu-schedule-attention.json"
+    ),
+    Implementation("reference", None, kv_write_reference),
+)
 
 
 def kv_write(
@@ -25,6 +35,7 @@ def kv_write(
     offset_T: jax.Array,
     *,
     layout: PageLayout,
+    target: Target | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Write one token's key and value for each row into the pool.
 
@@ -33,9 +44,11 @@ def kv_write(
         scales: float32 `layout.scales_shape(num_layers)` for a pool of eight bits, else None.
         k_TKh, v_TKh: new keys and values.
         page_T: int32 page of each row, the layer's offset included; two rows may share a (page, offset)
-            only where nothing reads it (the sink page that padded rows write to).
+            only where nothing reads it (the sink page that padded rows write to). Rows on one page follow
+            each other, and so do their offsets.
         offset_T: int32 token offset on that page.
         layout: the pool's static layout.
+        target: the device to trace for; None for any, which takes the reference.
 
     Returns the pool and the scales. Raises ValueError at trace time on shapes that disagree.
     """
@@ -46,4 +59,7 @@ def kv_write(
         raise ValueError(f"a page of {pool.shape[1]} rows; its layout has {layout.rows}")
     if (scales is None) == layout.quantised:
         raise ValueError(f"a pool of {layout.kv_format} with scales {scales is not None}")
-    return kv_write_reference(pool, scales, k_TKh, v_TKh, page_T, offset_T, layout=layout)
+    chosen, interpret = choose(
+        "kv_write", IMPLEMENTATIONS, target or Target(), layout=layout, num_rows=page_T.shape[0]
+    )
+    return chosen.run(pool, scales, k_TKh, v_TKh, page_T, offset_T, layout=layout, interpret=interpret)

@@ -17,6 +17,7 @@ def kv_write_reference(
     offset_T: jax.Array,
     *,
     layout: PageLayout,
+    **_: object,
 ) -> tuple[jax.Array, jax.Array | None]:
     """See `kv_write`."""
     if scales is not None:

@@ -15,7 +15,9 @@ from pallas_kernels.ragged_paged_attention.reference import attend_reference
 from pallas_kernels.ragged_paged_attention.tpu import attend_tpu, obstacle
 
 IMPLEMENTATIONS = (
-    Implementation("tpu", "tpu", attend_tpu, obstacle),
+    Implementation(
+        "tpu", "tpu", attend_tpu, obstacle, evidence="benchmarks/results/tpu-schedule-attention.json"
+    ),
     Implementation("gpu", "gpu", attend_gpu, gpu_obstacle),
     Implementation("cpu", "cpu", attend_cpu, cpu_obstacle),
     Implementation("reference", None, attend_reference),

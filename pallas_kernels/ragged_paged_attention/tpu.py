@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -10,6 +12,7 @@ from pallas_kernels.page_layout import LANES, PageLayout
 from pallas_kernels.ragged_paged_attention.params import AttentionParams
 from pallas_kernels.ragged_paged_attention.tpu_chunk import ChunkSizes, attend_chunks
 from pallas_kernels.ragged_paged_attention.tpu_few import FewSizes, attend_few
+from pallas_kernels.ragged_paged_attention.tpu_softmax import LOG2E
 
 SUBLANES = 8
 FEW_TILE = 32
@@ -28,6 +31,9 @@ enough that the scores which a tile's last pair computes for nothing do not coun
 MIN_CHUNK_TILE, MAX_CHUNK_TILE = 512, 2048
 MAX_TABLE_BYTES = 512 << 10
 """Half of the scalar memory."""
+MAX_SPLIT_SEQUENCES, MIN_SPLIT_TOKENS = 16, 2048
+"""Where cores share a sequence's context: of more sequences each has its own, and tables that hold less are
+not worth the joining."""
 MAX_STEP_BYTES = 2 << 20
 """Queries of a grid step."""
 
@@ -78,16 +84,16 @@ def attend_tpu(
     row_SR = query_start_S1[:-1, None] + jnp.arange(few_rows, dtype=jnp.int32)
     q_SRHh = q_THh[:, None] if single else jnp.take(q_THh, row_SR, axis=0, mode="clip")
     q_SKMW = _few_queries(q_SRHh, layout)
-    few_out = attend_few(
+    few_out = _attend_few(
         q_SKMW,
         _sinks(sinks_H, layout, q_SKMW.shape[2]),
         *pages,
-        jnp.where(num_rows_S <= few_rows, num_rows_S, 0),
-        context_len_S,
+        context_len_S - num_rows_S,
+        jnp.where((num_rows_S > 0) & (num_rows_S <= few_rows), context_len_S, 0),
         first_page,
         one_row=few_rows == 1,
-        sizes=few_sizes
-        or choose_few_sizes(q_SKMW.shape[0], layout, q_SKMW.shape[2], page_table_SP.shape[1], target),
+        sizes=few_sizes,
+        target=target,
         **shared,
     )
     few_SRHh = few_out[:, :, : few_rows * queries_per_kv].reshape(
@@ -119,6 +125,84 @@ def attend_tpu(
     # Beyond the array, and so dropped, for rows that are another sequence's, or for the other kernel.
     place_X = jnp.where(own_SR, row_SR, q_THh.shape[0]).reshape(-1)
     return out_THh.at[place_X].set(few_SRHh.reshape(-1, *q_THh.shape[1:]), mode="drop")
+
+
+def _attend_few(
+    q_SKMW: jax.Array,
+    sinks_KM: jax.Array | None,
+    pool: jax.Array,
+    scales: jax.Array | None,
+    page_table_SP: jax.Array,
+    first_position_S: jax.Array,
+    end_S: jax.Array,
+    first_page: jax.Array,
+    *,
+    sizes: FewSizes | None,
+    target: Target,
+    **settings: Any,
+) -> jax.Array:
+    """As `attend_few`; where there are few sequences each core has a part of every context."""
+    layout, table_pages = settings["layout"], page_table_SP.shape[1]
+    num_parts = target.num_cores
+    splits = num_parts > 1 and not settings["params"].window and end_S.shape[0] <= MAX_SPLIT_SEQUENCES
+    if not splits or table_pages * layout.page_size < MIN_SPLIT_TOKENS:
+        sizes = sizes or choose_few_sizes(end_S.shape[0], layout, q_SKMW.shape[2], table_pages, target)
+        (out,) = attend_few(
+            q_SKMW,
+            sinks_KM,
+            pool,
+            scales,
+            page_table_SP,
+            first_position_S,
+            end_S,
+            first_page,
+            sizes=sizes,
+            **settings,
+        )
+        return out
+    sizes = sizes or choose_few_sizes(
+        num_parts * end_S.shape[0], layout, q_SKMW.shape[2], -(-table_pages // num_parts), target
+    )
+    # Parts are whole blocks. All first ones come first, and so on: a core takes a run of what is in a row.
+    per_block = sizes.pages_per_block
+    blocks_S = -(-end_S // (per_block * layout.page_size * num_parts))
+    width = -(-table_pages // (per_block * num_parts)) * per_block
+    begin_CS = jnp.arange(num_parts, dtype=jnp.int32)[:, None] * (blocks_S * per_block)[None]
+    page_CSp = begin_CS[:, :, None] + jnp.arange(width, dtype=jnp.int32)
+    table_CSp = jnp.take_along_axis(page_table_SP[None], page_CSp, axis=2, mode="clip")
+    begin_CS *= layout.page_size
+    tokens_S = blocks_S * per_block * layout.page_size
+    out, logarithm = attend_few(
+        jnp.tile(q_SKMW, (num_parts, 1, 1, 1)),
+        None,
+        pool,
+        scales,
+        table_CSp.reshape(-1, width),
+        (first_position_S - begin_CS).reshape(-1),
+        jnp.clip(end_S - begin_CS, 0, tokens_S).reshape(-1),
+        first_page,
+        sizes=sizes,
+        partial=True,
+        **settings,
+    )
+    out_CSKMW = out.reshape(num_parts, -1, *out.shape[1:])
+    return _join(out_CSKMW, logarithm.reshape(num_parts, -1, *logarithm.shape[1:]), sinks_KM).astype(
+        q_SKMW.dtype
+    )
+
+
+def _join(out_CSKMW: jax.Array, logarithm_CSKML: jax.Array, sinks_KM: jax.Array | None) -> jax.Array:
+    """`[S, K, M, W]`: the parts of each context weighed by their sums of exponentials; then the sinks."""
+    logarithm_CSKM1 = logarithm_CSKML[..., :1]
+    peak_SKM1 = jnp.max(logarithm_CSKM1, axis=0)
+    if sinks_KM is not None:
+        sinks_KM1 = sinks_KM[..., None] * LOG2E
+        peak_SKM1 = jnp.maximum(peak_SKM1, sinks_KM1)
+    weight_CSKM1 = jnp.exp2(logarithm_CSKM1 - peak_SKM1)
+    total_SKM1 = jnp.sum(weight_CSKM1, axis=0)
+    if sinks_KM is not None:
+        total_SKM1 = total_SKM1 + jnp.exp2(sinks_KM1 - peak_SKM1)
+    return jnp.sum(out_CSKMW * weight_CSKM1, axis=0) / total_SKM1
 
 
 def _few_queries(q_SRHh: jax.Array, layout: PageLayout) -> jax.Array:

@@ -11,6 +11,7 @@ whole sublanes), t positions of a block, W lanes of a query or of a result.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.page_layout import LANES, PageLayout
 from pallas_kernels.ragged_paged_attention.params import AttentionParams
 from pallas_kernels.ragged_paged_attention.tpu_pages import PageRing, Ref, Scalar, ring_types, split_refs
-from pallas_kernels.ragged_paged_attention.tpu_softmax import Softmax
+from pallas_kernels.ragged_paged_attention.tpu_softmax import MASKED, Softmax
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,8 @@ def attend_few(
     pool: jax.Array,
     scales: jax.Array | None,
     page_table_SP: jax.Array,
-    num_rows_S: jax.Array,
-    context_len_S: jax.Array,
+    first_position_S: jax.Array,
+    end_S: jax.Array,
     first_page: jax.Array,
     *,
     layout: PageLayout,
@@ -50,19 +51,22 @@ def attend_few(
     queries_per_kv: int,
     one_row: bool,
     sizes: FewSizes,
+    partial: bool = False,
     interpret: Any = False,
-) -> jax.Array:
+) -> list[jax.Array]:
     """`[S, K, M, V * 128]`: each row's attention, in the lanes of the planes that hold the values.
 
     Args:
         q_SKMW: queries, W being 128 times the planes of a key; row m is that of query m % queries_per_kv of
             row m // queries_per_kv. Lanes past the head size are zero.
         sinks_KM: float32 logits of the attention sinks, or None.
-        num_rows_S: int32 rows of each sequence, the last of its context; 0 for a sequence to be skipped.
-        context_len_S: int32.
+        first_position_S: int32 position of each sequence's first row.
+        end_S: int32, the position after the last that any of its rows sees; 0 for a sequence to be skipped.
         first_page: int32 scalar.
         one_row: no sequence has more than one row.
         sizes: sequences_per_step divides S.
+        partial: whether what is returned is to be joined: results are float32, and there are also the
+            logarithms, in base two, of each row's sum of exponentials, `[S, K, M, 128]`, all lanes the same.
 
     Sequences without rows get zeros. See `ragged_paged_attention` for the rest.
     """
@@ -70,17 +74,17 @@ def attend_few(
     per_step = sizes.sequences_per_step
     block_tokens = sizes.pages_per_block * layout.page_size
     num_steps = num_sequences // per_step
-    context_len_S = jnp.where(num_rows_S > 0, context_len_S, 0)
-    low_S = jnp.maximum(context_len_S - num_rows_S - params.window + 1, 0) if params.window else None
-    first_block_S = jnp.zeros_like(context_len_S) if low_S is None else low_S // block_tokens
-    num_blocks_S = -(-context_len_S // block_tokens) - first_block_S
+    low_S = jnp.maximum(first_position_S - params.window + 1, 0) if params.window else None
+    first_block_S = jnp.zeros_like(end_S) if low_S is None else jnp.where(end_S > 0, low_S // block_tokens, 0)
+    num_blocks_S = -(-end_S // block_tokens) - first_block_S
     num_items = jnp.sum(num_blocks_S.reshape(num_steps, per_step), axis=1, dtype=jnp.int32)
     number_S = jnp.arange(num_sequences, dtype=jnp.int32)
-    next_S = lax.cummin(jnp.where(context_len_S > 0, number_S, num_sequences), reverse=True)
+    next_S = lax.cummin(jnp.where(end_S > 0, number_S, num_sequences), reverse=True)
     # In one dimension, an entry's address is its number.
     table_width = -(-page_table_SP.shape[1] // sizes.pages_per_block) * sizes.pages_per_block
     table = jnp.pad(page_table_SP, ((0, 0), (0, table_width - page_table_SP.shape[1]))).reshape(-1)
     value_lanes = LANES * max(layout.planes // 2, 1)
+    out_lanes = [value_lanes, LANES] if partial else [value_lanes]
     kernel = functools.partial(
         _kernel,
         layout=layout,
@@ -88,6 +92,7 @@ def attend_few(
         queries_per_kv=queries_per_kv,
         one_row=one_row,
         has_sinks=sinks_KM is not None,
+        partial=partial,
     )
 
     def per_sequence(*shape: int) -> pl.BlockSpec:
@@ -112,7 +117,7 @@ def attend_few(
             num_scalar_prefetch=5,
             grid=(num_steps,),
             in_specs=in_specs,
-            out_specs=per_sequence(num_heads, num_rows, value_lanes),
+            out_specs=[per_sequence(num_heads, num_rows, lanes) for lanes in out_lanes],
             scratch_shapes=[
                 *ring_types(layout, sizes.pages_per_block, sizes.num_buffers),
                 pltpu.VMEM((num_heads, num_rows, value_lanes), jnp.float32),
@@ -120,14 +125,19 @@ def attend_few(
                 state_type,
             ],
         ),
-        out_shape=jax.ShapeDtypeStruct((num_sequences, num_heads, num_rows, value_lanes), q_SKMW.dtype),
+        out_shape=[
+            jax.ShapeDtypeStruct(
+                (num_sequences, num_heads, num_rows, lanes), jnp.float32 if partial else q_SKMW.dtype
+            )
+            for lanes in out_lanes
+        ],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",), disable_bounds_checks=True),
         interpret=interpret,
         name="paged_attention_few",
     )(
         first_page.reshape(1),
-        jnp.pad(context_len_S, (0, 1)),
-        jnp.pad(num_rows_S, (0, 1)),
+        jnp.pad(end_S, (0, 1)),
+        jnp.pad(first_position_S, (0, 1)),
         jnp.pad(next_S, (0, 2), constant_values=num_sequences),
         num_items,
         *operands,
@@ -138,15 +148,15 @@ def attend_few(
 class _Sequences:
     """What the kernel's scalars say of sequences, and the order of blocks."""
 
-    context_len_ref: Ref
-    num_rows_ref: Ref
+    end_ref: Ref
+    first_position_ref: Ref
     next_ref: Ref
     """The first sequence with any rows, from each one on."""
     window: int
     block_tokens: int
 
     def first_position(self, sequence: Scalar) -> Scalar:
-        return self.context_len_ref[sequence] - self.num_rows_ref[sequence]
+        return self.first_position_ref[sequence]
 
     def low(self, sequence: Scalar) -> Scalar:
         """The first position that any of the rows sees."""
@@ -170,13 +180,13 @@ class _Sequences:
         return item[1] * self.block_tokens <= self.low(item[0])
 
     def is_last(self, item: tuple[Scalar, Scalar]) -> Scalar:
-        return (item[1] + 1) * self.block_tokens >= self.context_len_ref[item[0]]
+        return (item[1] + 1) * self.block_tokens >= self.end_ref[item[0]]
 
 
 def _kernel(
     first_page_ref: Ref,  # SMEM [1]
-    context_len_ref: Ref,  # SMEM [S + 1]
-    num_rows_ref: Ref,  # SMEM [S + 1]
+    end_ref: Ref,  # SMEM [S + 1]
+    first_position_ref: Ref,  # SMEM [S + 1]
     next_ref: Ref,  # SMEM [S + 2]
     num_items_ref: Ref,  # SMEM [steps]
     table_ref: Ref,  # SMEM [per_step * P]
@@ -187,12 +197,14 @@ def _kernel(
     queries_per_kv: int,
     one_row: bool,
     has_sinks: bool,
+    partial: bool,
 ) -> None:
     sinks_ref, refs = (refs[0], refs[1:]) if has_sinks else (None, refs)
+    logarithm_ref, refs = _without_logarithm(layout, refs) if partial else (None, refs)
     pool_refs, out_ref, ring_refs, state = split_refs(layout, refs)
     ring = PageRing(layout, *pool_refs, *ring_refs)
     softmax = Softmax(state[0], state[1], state[2], sinks_ref, layout, params)
-    sequences = _Sequences(context_len_ref, num_rows_ref, next_ref, params.window, ring.block_tokens)
+    sequences = _Sequences(end_ref, first_position_ref, next_ref, params.window, ring.block_tokens)
     per_step = q_ref.shape[0]
     first_sequence = pl.program_id(0) * per_step
     pages_per_sequence = table_ref.shape[0] // per_step
@@ -203,7 +215,7 @@ def _kernel(
         """Begin to fetch an item if there is one of that number; returns the next."""
         sequence, block = item
         # Past the last item any of the step's sequences does: none of its pages is wanted.
-        high = jnp.where(number < num_items, context_len_ref[sequence], 0)
+        high = jnp.where(number < num_items, end_ref[sequence], 0)
         local = jnp.clip(sequence - first_sequence, 0, per_step - 1)
         first_entry = local * pages_per_sequence + block * ring.pages_per_block
         ring.start(
@@ -219,9 +231,8 @@ def _kernel(
         number: jax.Array, cursors: tuple[tuple[Scalar, Scalar], tuple[Scalar, Scalar]]
     ) -> tuple[tuple[Scalar, Scalar], tuple[Scalar, Scalar]]:
         item, ahead = cursors
-        sequence, block = item
-        slot = lax.rem(number, ring.num_buffers)
-        low, high = sequences.low(sequence), context_len_ref[sequence]
+        (sequence, block), slot = item, lax.rem(number, ring.num_buffers)
+        low, high = sequences.low(sequence), end_ref[sequence]
 
         @pl.when(sequences.is_first(item))
         def _() -> None:
@@ -235,7 +246,8 @@ def _kernel(
         block_start = block * ring.block_tokens
         first_position = sequences.first_position(sequence)
         if one_row:
-            last_M1 = first_position
+            # Of a part of a context the row may lie beyond the end.
+            last_M1 = jnp.minimum(first_position, high - 1) if partial else first_position
         else:
             row_M1 = lax.broadcasted_iota(jnp.int32, (q_ref.shape[2], 1), 0) // queries_per_kv
             last_M1 = jnp.minimum(first_position + row_M1, high - 1)
@@ -248,11 +260,20 @@ def _kernel(
         @pl.when(sequences.is_last(item))
         def _() -> None:
             out_ref[local] = softmax.result().astype(out_ref.dtype)
+            if logarithm_ref is not None:
+                logarithm_ref[local] = softmax.logarithm()
 
         return sequences.advance(item), ahead
 
     out_ref[...] = jnp.zeros_like(out_ref)
+    if logarithm_ref is not None:
+        logarithm_ref[...] = jnp.full_like(logarithm_ref, MASKED)
     ring.clear()
     item = sequences.begin(first_sequence)
-    ahead = lax.fori_loop(0, num_ahead, start, item)
-    lax.fori_loop(0, num_items, step, (item, ahead))
+    lax.fori_loop(0, num_items, step, (item, lax.fori_loop(0, num_ahead, start, item)))
+
+
+def _without_logarithm(layout: PageLayout, refs: Sequence[Ref]) -> tuple[Ref, tuple[Ref, ...]]:
+    """The reference to logarithms, and the others: it stands behind that to the result."""
+    place = 3 if layout.quantised else 2
+    return refs[place], (*refs[:place], *refs[place + 1 :])

@@ -56,6 +56,11 @@ class Softmax:
         total = jnp.sum(self.total_ref[...], axis=-1, keepdims=True)
         return self.out_ref[...] / jnp.where(total == 0.0, 1.0, total)
 
+    def logarithm(self) -> jax.Array:
+        """float32 [K, M, 128]: in base two, of each row's sum of exponentials, the same in all lanes."""
+        total = jnp.sum(self.total_ref[...], axis=-1, keepdims=True)
+        return self.peak_ref[...] + jnp.log2(jnp.maximum(total, jnp.finfo(jnp.float32).tiny))
+
     def at(self, head: Scalar, rows: Any) -> Softmax:
         """The state of some rows of one head, `[rows, lanes]` each."""
         refs = self.out_ref, self.peak_ref, self.total_ref

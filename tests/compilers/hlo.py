@@ -20,7 +20,7 @@ PASSES_ON = frozenset(
     ]
 )
 """Opcodes whose result is their operand's memory."""
-WRITES_INTO = frozenset(["fusion", "scatter", "dynamic-update-slice"])
+WRITES_INTO = frozenset(["fusion", "scatter", "dynamic-update-slice", "custom-call"])
 """Opcodes that change an array in place. That XLA did not have to copy it first, its temporaries show."""
 
 COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$")

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from pallas_kernels.dispatch import Implementation, Target, choose
+from pallas_kernels.kv_write import api as kv_write
 from pallas_kernels.quantised_matmul.api import IMPLEMENTATIONS
+from pallas_kernels.ragged_paged_attention import api as attention
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -71,3 +73,18 @@ def test_four_bits_are_the_kernels_on_gpu_since_xla_writes_them_out_widened() ->
     many = {"rows": ((2048, 8192), "bfloat16"), "num_groups": 64, "has_zeros": False}
     assert gpu.outdone(**many, values=((1, 28672, 4096), "uint8")) is None
     assert gpu.outdone(**many, values=((1, 28672, 8192), "int8")) is not None
+
+
+def test_attention_and_the_write_of_its_keys_go_before_what_the_stored_schedules_hold_beside_them() -> None:
+    for table in (attention.IMPLEMENTATIONS, kv_write.IMPLEMENTATIONS):
+        assert table[0].name == "tpu"
+        assert table[0].evidence == "benchmarks/results/tpu-schedule-attention.json"
+    stored = json.loads((REPOSITORY / attention.IMPLEMENTATIONS[0].evidence).read_text())["measured"]
+    lines = {(line["chip"], line["shape"]): line for line in stored}
+    peers = [key for key in lines if key[1].endswith(" peer")]
+    assert len(peers) == 3 * 5
+    for chip, shape in peers:
+        ours, peer = lines[chip, shape.removesuffix(" peer")], lines[chip, shape]
+        # Of a prompt the peer's iteration does more.
+        per = "operations" if shape.startswith("prefill") else "page_bytes"
+        assert ours[per] / ours["bundles"] > peer[per] / peer["bundles"], (chip, shape)

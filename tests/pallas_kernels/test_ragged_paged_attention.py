@@ -8,6 +8,7 @@ import os
 import platform
 import subprocess
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,9 +33,18 @@ batch_of = functools.cache(make_batch)
 
 
 def attend(
-    case: AttentionCase, batch: AttentionBatch, implementation: str, single: bool, **params: bool
+    case: AttentionCase,
+    batch: AttentionBatch,
+    implementation: str,
+    single: bool,
+    num_cores: int = 1,
+    **params: bool,
 ) -> np.ndarray:
-    target = Target(native=implementation == "cpu", overrides=(("ragged_paged_attention", implementation),))
+    target = Target(
+        native=implementation == "cpu",
+        num_cores=num_cores,
+        overrides=(("ragged_paged_attention", implementation),),
+    )
 
     @jax.jit
     def run(*arrays: jax.Array) -> jax.Array:
@@ -85,7 +95,7 @@ def bound(case: AttentionCase) -> float:
     return min(format_error(case), 0.1)
 
 
-def check(case: AttentionCase, implementation: str, **params: bool) -> None:
+def check(case: AttentionCase, implementation: str, **params: Any) -> None:
     """A mixed batch."""
     rows, expected = exact_rows(case)
     out = attend(case, batch_of(case), implementation, single=False, **params)
@@ -93,7 +103,7 @@ def check(case: AttentionCase, implementation: str, **params: bool) -> None:
     np.testing.assert_allclose(out[rows], expected, atol=bound(case), rtol=0)
 
 
-def check_single(case: AttentionCase, implementation: str, **params: bool) -> None:
+def check_single(case: AttentionCase, implementation: str, **params: Any) -> None:
     """A batch of one row a sequence."""
     rows, expected = exact_rows(case)
     singles, batch = last_rows(case, batch_of(case))
@@ -124,6 +134,19 @@ def test_the_tpu_kernels_attend_to_a_mixed_batch(case: AttentionCase) -> None:
 @pytest.mark.parametrize("case", [CASES[i] for i in (4, 6, 8)], ids=str)
 def test_the_tpu_kernel_attends_to_single_rows(case: AttentionCase) -> None:
     check_single(case, "tpu")
+
+
+LONG = AttentionCase(
+    128, 1, 4, page_size=64, sinks=True, context_len=(2600, 0, 70, 1025), num_rows=(1, 0, 1, 3), padded_rows=6
+)
+"""Few sequences, of which some are long."""
+
+
+@pytest.mark.parametrize("changes", [{}, {"sinks": False, "kv_format": "int8", "softcap": 20.0}], ids=str)
+def test_cores_of_a_tpu_share_the_contexts_of_few_sequences(changes: dict[str, Any]) -> None:
+    case = dataclasses.replace(LONG, **changes)
+    check(case, "tpu", num_cores=2)
+    check_single(case, "tpu", num_cores=2)
 
 
 ON_CPU = [
