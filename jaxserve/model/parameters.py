@@ -10,7 +10,7 @@ checkpoint that stores `w` for `1 + w` is read as `1 + w`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from jaxserve.config import LayerKind, ModelConfig
@@ -74,6 +74,18 @@ def layer_parameters(config: ModelConfig, kind: LayerKind) -> dict[str, Paramete
     if config.post_norms:
         info["post_mlp_norm"] = _norm(hidden)
     return info
+
+
+def experts_of_replica(model: ModelConfig, mesh: Mapping[str, int]) -> int:
+    """Experts that the devices of one replica have: their share, where the rest of the mesh cuts that as it
+    would all of them, whole or in slices, or else all.
+
+    `mesh`: the sizes of its axes.
+    """
+    share, rest = divmod(model.num_experts, mesh.get("data", 1))
+    tensor, expert = mesh.get("tensor", 1), mesh.get("expert", 1)
+    sliced = share % expert == 0 and model.expert_intermediate_size % tensor == 0
+    return share if rest == 0 and (share % (tensor * expert) == 0 or sliced) else model.num_experts
 
 
 def expert_parameters(config: ModelConfig) -> dict[str, ParameterInfo]:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
 
 from jaxserve.config import EngineConfig, ModelConfig
-from jaxserve.model.parameters import ParameterInfo, layer_parameters
+from jaxserve.model.parameters import ParameterInfo, experts_of_replica, layer_parameters
 from jaxserve.model.stages import stages_of
 from jaxserve.quantization.stacked import StackedWeight
 from jaxserve.quantization.weight import QuantisedWeight, regrouped
-from sharding import DATA, EXPERT, TENSOR, AnyMesh, num_shards, partition_spec, shard_size
+from sharding import AnyMesh, num_shards, partition_spec, shard_size
 
 
 def repeat_kv_heads(model: ModelConfig, num_devices: int) -> ModelConfig:
@@ -34,18 +33,6 @@ def repeat_kv_heads(model: ModelConfig, num_devices: int) -> ModelConfig:
             "divide nor repeat evenly"
         )
     return dataclasses.replace(model, num_kv_heads=num_devices)
-
-
-def experts_of_replica(model: ModelConfig, mesh: Mapping[str, int]) -> int:
-    """Experts that the devices of one replica have: their share, where the rest of the mesh cuts that as it
-    would all of them, whole or in slices, or else all.
-
-    `mesh`: the sizes of its axes.
-    """
-    share, rest = divmod(model.num_experts, mesh.get(DATA, 1))
-    tensor, expert = mesh.get(TENSOR, 1), mesh.get(EXPERT, 1)
-    sliced = share % expert == 0 and model.expert_intermediate_size % tensor == 0
-    return share if rest == 0 and (share % (tensor * expert) == 0 or sliced) else model.num_experts
 
 
 def shares_experts(config: EngineConfig) -> bool:

@@ -24,11 +24,11 @@ from jaxserve.model.cache import CACHE_AXES, Cache, CacheGroup, LayerPlace, laye
 from jaxserve.model.experts import expert_mlp
 from jaxserve.model.layer_weights import LayerWeights
 from jaxserve.model.layers import apply_rope, rope_kind, rope_tables
-from jaxserve.model.parameters import EXPERT_NAMES, layer_parameters
+from jaxserve.model.parameters import EXPERT_NAMES, experts_of_replica, layer_parameters
 from jaxserve.model.peaks import Peaks, SegmentPeaks, raise_peaks
 from jaxserve.model.pipeline import Pipeline, Ropes, run_stages, run_tick
 from jaxserve.model.rows import Rows
-from jaxserve.model.spread import experts_of_replica, segment_specs, weight_specs
+from jaxserve.model.spread import segment_specs, weight_specs
 from jaxserve.model.stages import stages_of
 from jaxserve.model.vocabulary import embed, head_logits
 from pallas_kernels.dispatch import Target

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from jaxserve.config import ModelConfig
-from jaxserve.model.parameters import layer_parameters
+from jaxserve.model.parameters import experts_of_replica, layer_parameters
 from jaxserve.planning.meshes import ALONE, ChipMesh
 
 WEIGHT_BYTES = {
@@ -72,9 +72,13 @@ class Footprint:
     def touched_weights(self, num_rows: float, mesh: ChipMesh = ALONE) -> float:
         """Weights that a step of so many rows reads: all dense ones, and the experts that any row chose.
 
-        Rows are taken to choose experts independently and evenly. `mesh`: as of `active_weights`.
+        Rows are taken to choose experts independently and evenly. `mesh`: as of `active_weights`; where
+        replicas share out experts, each chip has its part of them for the rows of all.
         """
-        return self._of_a_chip(1.0 - (1.0 - self._expert_share) ** num_rows, mesh)
+        model, parts = self.model, 1
+        if model.num_experts:
+            parts = model.num_experts // experts_of_replica(model, dict(mesh.axes))
+        return self._of_a_chip((1.0 - (1.0 - self._expert_share) ** (num_rows * parts)) / parts, mesh)
 
     def _of_a_chip(self, share: float, mesh: ChipMesh) -> float:
         """Its part, with a share of the experts."""

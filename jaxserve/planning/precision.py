@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from jaxserve.config import FloatFormat, ModelConfig
-from jaxserve.model.parameters import model_parameters
+from jaxserve.model.parameters import experts_of_replica, model_parameters
 from jaxserve.model.stages import stages_of
 from jaxserve.planning.meshes import ALONE, ChipMesh
 from jaxserve.quantization import recipe_named
@@ -40,6 +40,8 @@ class Precision:
         total = 0.0
         for name, info in model_parameters(stage):
             size, parts = math.prod(info.shape), mesh.num_parts(info.axes)
+            if "experts" in info.axes:
+                parts *= model.num_experts // experts_of_replica(model, dict(mesh.axes))
             format = recipe.format_of(name) if recipe and not info.full_precision else None
             if format is not None:
                 num_inputs = math.prod(info.shape[-info.num_input_axes :])

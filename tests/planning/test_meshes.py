@@ -185,7 +185,7 @@ def test_more_chips_never_hold_less(name: str, axis: str) -> None:
     weights = [memory.weight_bytes for memory in found]
     assert batches == sorted(batches)
     assert weights == sorted(weights, reverse=True)
-    if axis == "data":
+    if axis == "data" and name != "experts":  # Which replicas share out.
         assert weights[-1] == weights[0]
         assert batches == [mesh.data * batches[0] for mesh in meshes]
     elif len(meshes) > 1:

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 from jaxserve.config import LayerKind, ModelConfig
 from jaxserve.engine.parameters import abstract_parameters
 from jaxserve.engine.shardings import parameter_shardings
-from jaxserve.model.spread import experts_of_replica
+from jaxserve.model.parameters import experts_of_replica
 from jaxserve.model.transformer import LayerLoop
 from jaxserve.quantization import recipe_named
 
