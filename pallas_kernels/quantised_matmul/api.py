@@ -1,7 +1,7 @@
 """The operation's one entry: checks shapes at trace time, then picks an implementation.
 
 A bias is added inside: otherwise the kernel writes float32 for XLA to add it to, of 2,048 rows of an 8B
-model's q, k and v on v6e 50 MB out and 50 MB in where 25 and 25 do. The residual sum is not: XLA adds it where
+model's q, k and v on v6e 50 MB out and in where 25 MB do. The residual sum is not: XLA adds it where
 it reads the sum for the next norm, with 8 rows in vector memory alone; with 2,048 a kernel would read the
 residual and write the sum, as many bytes of main memory as now, where it writes the product and the sum stays
 on the chip.
