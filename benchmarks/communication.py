@@ -11,25 +11,21 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType
 
 from jaxserve.config import ModelConfig
 from jaxserve.engine.machines import Machine
-from jaxserve.model.parameters import ParameterInfo, layer_parameters
-from jaxserve.model.pipeline import num_parts
-from jaxserve.model.spread import cut_by
 from jaxserve.plan import StepShape
 from jaxserve.planning.chips import Chip, find_chip
 from jaxserve.planning.cost_model import ALL_REDUCE_LATENCY, CostModel, Efficiency
 from jaxserve.planning.footprint import Footprint
+from jaxserve.planning.meshes import ChipMesh
 from jaxserve.planning.models import find_model
-from sharding import AnyMesh, num_shards, parse_mesh
+from sharding import parse_mesh
 
 COMPILED = Path(__file__).parent / "results" / "compile-large-models.json"
 CONTEXT = 1024
@@ -38,8 +34,6 @@ RING_SHARE = {"v5e": 2 / 4, "v6e": 2 / 4, "v5p": 2 / 6, "h200": 1.0}
 """Of a chip's links, those that a ring through a small slice uses: two neighbours of four on a 2D torus ("ICI
 ports per chip: 4", docs.cloud.google.com/tpu/docs/v6e and v5e), of six on a 3D torus (.../v5p). GPUs reach
 each other through a switch, with all of theirs."""
-_ITEM_BYTES = 2
-"""Of weights, in bfloat16."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,49 +83,20 @@ def share_of(model: ModelConfig, machine: Machine, mesh_name: str, step: Mapping
         step["sent_bytes"],
         step["sent_bytes"] / bandwidth,
         step["num_exchanges"] * ALL_REDUCE_LATENCY,
-        _other_seconds(model, chip, machine.platform, mesh_name, shape),
+        _other_seconds(model, chip, mesh_name, shape),
     )
 
 
-def _other_seconds(model: ModelConfig, chip: Chip, platform: str, mesh_name: str, shape: StepShape) -> float:
-    """Arithmetic and memory traffic of a device, of all ticks where there are stages."""
-    axes = parse_mesh(mesh_name)
-    names, sizes = zip(*axes, strict=True)
-    mesh = AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
-    stages = num_shards("stages", mesh)
-    parts = num_parts(shape.rows, stages, platform) if stages > 1 else 1
-    # A stage has its part of the layers in each tick, and in all but `parts` of them nothing to do but wait.
-    ticks = (parts + stages - 1) / stages
-    footprint = Footprint.of(model)
-    attention = CostModel(footprint, chip, num_chips=num_shards("kv_heads", mesh))
-    everything = CostModel(footprint, chip, num_chips=math.prod(sizes))
+def _other_seconds(model: ModelConfig, chip: Chip, mesh_name: str, shape: StepShape) -> float:
+    """Of a program's arithmetic and memory traffic, of all ticks where there are stages."""
+    mesh = ChipMesh(**dict(parse_mesh(mesh_name)))
+    # On stages a program that decodes is one tick, of one of the groups that a step of the model is of.
+    programs = mesh.pipe if shape.decode else 1
+    rows, logit_rows = programs * shape.rows, programs * shape.logit_rows
+    whole = StepShape(rows, programs * shape.sequences, logit_rows, decode=shape.decode)
     if shape.decode:
-        contents = np.full(shape.rows, CONTEXT), np.ones(shape.rows, np.int64)
+        contents = np.full(rows, CONTEXT), np.ones(rows, np.int64)
     else:
-        contents = np.zeros(1, np.int64), np.full(1, shape.rows)
-    return (
-        ticks * _matrix_seconds(model, chip, mesh, shape.rows / parts)
-        + ticks / parts * attention.cost(shape, *contents).attention
-        + everything.cost(shape, *contents).head
-        + chip.step_overhead
-    )
-
-
-def _matrix_seconds(model: ModelConfig, chip: Chip, mesh: AnyMesh, rows: float) -> float:
-    """Of all layers' matrices as one device of a stage has them, stages left out of account."""
-    active = touched = 0.0
-    chosen = model.experts_per_token / model.num_experts if model.num_experts else 0.0
-    for kind in model.layers:
-        for name, info in layer_parameters(model, kind).items():
-            own = _own_size(info, mesh)
-            is_expert = name.startswith("expert_")
-            active += own * (chosen if is_expert else 1.0)
-            touched += own * (1.0 - (1.0 - chosen) ** rows if is_expert else 1.0)
-    reached = Efficiency()
-    arithmetic = 2 * active * rows / (chip.peak("bfloat16") * reached.compute)
-    return max(arithmetic, touched * _ITEM_BYTES / (chip.memory_bandwidth * reached.memory))
-
-
-def _own_size(info: ParameterInfo, mesh: AnyMesh) -> float:
-    cut = cut_by(info, mesh)
-    return math.prod(cut.shape) / math.prod(num_shards(axis, mesh) for axis in cut.axes)
+        contents = np.zeros(1, np.int64), np.full(1, rows)
+    cost = CostModel(Footprint.of(model), chip, mesh=mesh).cost(whole, *contents)
+    return (cost.seconds - cost.collectives) / programs

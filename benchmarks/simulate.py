@@ -40,6 +40,7 @@ from jaxserve.planning import (
     virtual_limits,
 )
 from jaxserve.planning.footprint import KV_BYTES, WEIGHT_BYTES
+from jaxserve.planning.meshes import ChipMesh
 from jaxserve.planning.plots import draw_timelines
 from jaxserve.planning.policies import POLICIES, find_contender
 from jaxserve.scheduling.classes import DEFAULT_CLASSES
@@ -130,7 +131,7 @@ def build_machine(args: argparse.Namespace, trace: Trace) -> tuple[CostModel, En
         cost = CostModel(
             footprint,
             find_chip(args.chip),
-            num_chips=num_chips,
+            mesh=ChipMesh(tensor=num_chips),
             weight_format=args.weight_format,
             kv_format=args.kv_format,
             page_size=args.page_size,
@@ -177,7 +178,7 @@ def print_setting(setting: Setting) -> None:
         f"ideal reuse {trace.ideal_reuse:.1%}"
     )
     print(
-        f"machine  {cost.num_chips} x {cost.chip.name}, {cost.footprint.num_parameters / 1e9:.2f} G "
+        f"machine  {cost.mesh.size} x {cost.chip.name}, {cost.footprint.num_parameters / 1e9:.2f} G "
         f"parameters in {cost.weight_format}; {limits.num_slots} slots, {limits.num_pages[0] - 1} pages of "
         f"{limits.page_size} tokens in {cost.kv_format}, at most {limits.max_model_len} tokens"
     )

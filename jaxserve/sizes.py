@@ -20,6 +20,10 @@ FEW_SLOTS = 4
 DRAFT_ROWS = (2, 4, 8, 16, 32)
 """Rows of steps that verify drafts: few more than they have are to be padding."""
 
+ROWS_OF_A_PART = {"cpu": 16, "tpu": 256, "gpu": 256}
+"""Below which a part of a step in stages takes nearly as long as one of so many rows: the matrices must be
+read either way."""
+
 
 def default_sizes(*, on_cpu: bool) -> DefaultSizes:
     """What is meant where a size is left out."""
@@ -44,3 +48,10 @@ def chunk_ladder(num_slots: int, highest: int, *, on_cpu: bool) -> tuple[int, ..
         return rungs
     # Rows that are padding take as long there as others, and others wait: a hundred tokens need no 256.
     return tuple(sorted({*rungs, max(rungs[0], highest // 2)}))
+
+
+def num_parts(num_rows: int, num_stages: int, platform: str) -> int:
+    """Into how many parts a step's rows are best cut that pass through stages: the more, the less stages wait
+    for each other, until the parts are so small that each takes as long as a larger one."""
+    wanted = min(2 * num_stages, num_rows // ROWS_OF_A_PART[platform])
+    return next((parts for parts in range(wanted, 1, -1) if num_rows % parts == 0), 1)

@@ -55,8 +55,12 @@ def make_mesh(axes: MeshAxes, devices: Sequence[Any] | None = None) -> Mesh | No
 
 
 def replica_mesh(mesh: Mesh | None) -> Mesh | None:
-    """The mesh as a program sees it inside `per_replica`; None where a replica is a single device."""
-    return None if mesh is None or mesh.axis_names == (DATA,) else mesh
+    """The mesh as a program sees it inside `per_replica`, where every replica's is alike: that of the first.
+    None where a replica is a single device."""
+    if mesh is None or DATA not in mesh.axis_names:
+        return mesh
+    names = mesh.axis_names[1:]
+    return Mesh(mesh.devices[0], names, axis_types=(AxisType.Auto,) * len(names)) if names else None
 
 
 @functools.cache

@@ -59,6 +59,27 @@ def per_replica(function: Function, mesh: Mesh, *, in_specs: Any, out_specs: Any
     )
 
 
+def from_all_replicas(x: jax.Array) -> jax.Array:
+    """Inside `per_replica`, the x of all replicas, one after another along the first axis."""
+    return jax.lax.all_gather(x, DATA, tiled=True)
+
+
+def sum_to_replicas(x: jax.Array) -> jax.Array:
+    """Inside `per_replica`, of an x that has a part for each replica along the first axis, this one's, summed
+    over all."""
+    return jax.lax.psum_scatter(x, DATA, tiled=True)
+
+
+def most_of_replicas(x: jax.Array) -> jax.Array:
+    """Inside `per_replica`, the largest x of all replicas."""
+    return jax.lax.pmax(x, DATA)
+
+
+def replica_index() -> jax.Array:
+    """Inside `per_replica`, which one this is."""
+    return jax.lax.axis_index(DATA).astype(jnp.int32)
+
+
 def constrained(x: jax.Array, axes: Sequence[str | None], mesh: Mesh | None) -> jax.Array:
     """x, to be cut by the partitioner as the rules say; outside `per_shard`."""
     if mesh is None:

@@ -15,8 +15,8 @@ AnyMesh = Mesh | AbstractMesh
 """Of devices, or of nothing but sizes and names."""
 
 DATA = "data"
-"""The mesh axis along which whole sequences lie, with their pages: its devices have all weights each. What is
-said to one replica is said inside `per_replica`, and so no logical axis is cut along it."""
+"""The mesh axis along which whole sequences lie, with their pages: its devices have all weights each, but for
+experts. What is said to one replica is said inside `per_replica`, whose mesh is without it."""
 PIPE = "pipe"
 """The mesh axis along which whole layers lie, a run of them on each of its devices."""
 TENSOR = "tensor"
@@ -33,10 +33,14 @@ RULES: Mapping[str, tuple[str, ...]] = {
     # The first and the last product belong to no stage: each would keep the others waiting.
     "vocab": (PIPE, EXPERT, TENSOR),
     # Whole experts to a device: a slice of each one's width may be narrower than the hardware's tiles.
-    "experts": (EXPERT, TENSOR),
+    # Replicas share them out, and send each other's experts their rows.
+    "experts": (DATA, EXPERT, TENSOR),
     # Where there are too few for that.
-    "sliced_experts": (EXPERT,),
+    "sliced_experts": (DATA, EXPERT),
     "expert_slice": (TENSOR,),
+    # Where replicas do not divide them: each has all.
+    "own_experts": (EXPERT, TENSOR),
+    "own_sliced_experts": (EXPERT,),
 }
 """For each logical axis the mesh axes that cut it, the outermost first."""
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 
 from jaxserve.loop import HostLoop
 from jaxserve.outputs import RequestOutput
-from jaxserve.plan import EngineLimits, SamplingParams, StepHandle, StepPlan, StepResult
+from jaxserve.plan import EngineLimits, SamplingParams, StepHandle, StepPlan, StepResult, StepShape
 from jaxserve.speculation import Drafter, Speculation
 from tests.drafters import foreseeing
 from tests.fake_engine import FakeEngine
@@ -155,6 +156,24 @@ def test_where_drafting_does_not_pay_it_costs_little(price: float, gap: float, n
     if price == 1.0:  # Even right guesses do not pay then.
         texts = [[7 + n, 8, 9, *answer_of([7 + n, 8, 9], ENDLESS)] for n in range(num_requests)]
         assert seconds_taken(seconds, foreseeing(texts, 97), num_requests, gap) < 1.03 * plain
+
+
+@pytest.mark.parametrize("num_requests", [1, 4, 16])
+def test_to_find_out_that_it_does_not_pay_costs_little(num_requests: int) -> None:
+    """Answers of 96 tokens, and steps that take as long as those of a small model on two cores do."""
+    limits = make_limits(num_slots=num_requests, max_model_len=512, num_pages=(3000,), max_drafts=7)
+    rungs = (2, 4, 8, 16, 32, 64, 128, 256)
+    shapes = [StepShape(rows, min(rows, num_requests), max(16, 2 * num_requests)) for rows in rungs]
+    limits = replace(limits, chunk_shapes=tuple(shapes))
+    params = SamplingParams(max_tokens=96, ignore_eos=True, seed=1)
+    requests = [([7 + number, *range(3, 30)], params) for number in range(num_requests)]
+
+    def taken(drafter: Callable[[], Drafter] | None) -> float:
+        engine = TimedEngine(limits, lambda rows: 7.5 + 0.4 * rows, gap=1.4 + 0.1 * num_requests)
+        run(engine, drafter, requests)
+        return engine.now
+
+    assert taken(foreseeing([], 97)) < 1.03 * taken(None)
 
 
 def test_the_time_saved_is_that_of_the_plain_steps_spared() -> None:

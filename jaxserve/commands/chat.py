@@ -14,6 +14,7 @@ from jaxserve.commands.options import (
     add_sampling_arguments,
     read_engine_settings,
     read_sampling,
+    slots_on,
 )
 from jaxserve.commands.processes import add_process_arguments, join_processes
 from jaxserve.interrupts import interrupts_deferred
@@ -57,7 +58,7 @@ class Chat:
             with interrupts_deferred():  # Broken off in the middle, the import of jaxlib crashes.
                 from jaxserve.llm import LLM
 
-            settings = read_engine_settings(args, num_slots=1)
+            settings = read_engine_settings(args, num_slots=slots_on(args.mesh, 1))
             # In processes after the first it does not return.
             llm = LLM(model, progress=shows_status(args), **settings)
         with llm:

@@ -15,6 +15,7 @@ from jaxserve.commands.options import (
     add_sampling_arguments,
     read_engine_settings,
     read_sampling,
+    slots_on,
 )
 from jaxserve.commands.processes import add_process_arguments, follows, join_processes
 from jaxserve.interrupts import interrupts_deferred
@@ -68,7 +69,7 @@ class Generate:
             with interrupts_deferred():  # Broken off in the middle, the import of jaxlib crashes.
                 from jaxserve.llm import LLM
 
-            settings = read_engine_settings(args, num_slots=min(args.n, _MAX_SLOTS))
+            settings = read_engine_settings(args, num_slots=slots_on(args.mesh, min(args.n, _MAX_SLOTS)))
             llm = LLM(model, progress=shows_status(args), **settings)
         with llm:
             load_seconds = time.monotonic() - started

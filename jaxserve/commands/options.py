@@ -147,6 +147,15 @@ def read_engine_settings(args: argparse.Namespace, *, num_slots: int) -> EngineS
     return settings
 
 
+def slots_on(mesh: str | None, num_sequences: int) -> int:
+    """Fewest slots for so many sequences: on a mesh with replicas all have equally many."""
+    from jaxserve.engine.mesh import AUTO
+    from sharding import DATA, parse_mesh
+
+    num_replicas = dict(parse_mesh(mesh)).get(DATA, 1) if mesh not in (None, AUTO) else 1
+    return -(-num_sequences // num_replicas) * num_replicas
+
+
 def recipe_name(text: str) -> str:
     """The name of a recipe that there is."""
     try:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from jaxserve.config import FloatFormat, ModelConfig
     from jaxserve.planning.chips import Chip
     from jaxserve.planning.cost_model import CostModel
+    from jaxserve.planning.meshes import ChipMesh
     from jaxserve.planning.plan_records import Candidate, Demand, Row, Sizes
     from jaxserve.planning.plan_report import PlanReport
     from jaxserve.planning.precision import Precision
@@ -60,14 +61,17 @@ class Plan:
         add_verbose_argument(parser)
 
     def run(self, args: argparse.Namespace) -> int:
+        from jaxserve.engine.machines import COMPILER_ENVIRONMENT
         from jaxserve.planning.models import find_model
         from jaxserve.planning.plan_report import PlanReport
         from jaxserve.planning.targets import PlanTarget
 
+        if args.compile:
+            os.environ.update(COMPILER_ENVIRONMENT)  # Before jax is imported, which meshes need.
         target, model = PlanTarget.parse(args.target), find_model(args.model)
         demand = _demand(args, target, model)
         sizes = _sizes(args, target, demand.trace)
-        chip, candidates = _candidates(args, target, model, sizes)
+        chip, candidates = _candidates(args, target, model, demand, sizes)
         with _bar(args, len(candidates)) as on_run:
             rows = _plan(candidates, demand, sizes, on_run)
         if all(row.reason for row in rows):
@@ -103,7 +107,13 @@ def _add_workload_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_candidate_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("what to compare").add_argument
     add("--precision", type=_list_of(str), metavar="A,B", help="float32, bfloat16, int8, w8a8, fp8, int4")
-    add("--mesh", type=_list_of(int), metavar="N,N", help="chips of one engine (default: 1, 2, 4, 8)")
+    add(
+        "--mesh",
+        type=_list_of(str),
+        metavar="M,M",
+        help="chips of one engine: numbers, along tensor, or axes as in tensor=8+pipe=2 (default: the best "
+        "of 1, 2, 4 and 8, and of more where those do not hold the model)",
+    )
     add("--acceptance", type=_list_of(float), metavar="X,X", help="also with drafts, accepted so often")
     add("--kv-format", default="auto", choices=["auto", *get_args(KvFormat)])
     add("--slots", type=int, metavar="N", help="sequences at once (default 64, on CPU 16)")
@@ -181,7 +191,7 @@ def _sizes(args: argparse.Namespace, target: PlanTarget, trace: Trace) -> Sizes:
 
 
 def _candidates(
-    args: argparse.Namespace, target: PlanTarget, model: ModelConfig, sizes: Sizes
+    args: argparse.Namespace, target: PlanTarget, model: ModelConfig, demand: Demand, sizes: Sizes
 ) -> tuple[Chip, list[Candidate]]:
     """The chip, and every precision on every mesh with every way to draft."""
     from jaxserve.planning.plan_records import Candidate
@@ -189,25 +199,76 @@ def _candidates(
 
     others: FloatFormat = "float32" if target.is_cpu else "bfloat16"
     precisions = [find_precision(name) for name in args.precision or [others, "int8"]]
-    meshes = target.meshes(model, args.mesh)
-    for acceptance in args.acceptance or ():
+    acceptances = (None, *(args.acceptance or ()))
+    for acceptance in acceptances[1:]:
         if not 0 <= acceptance < 1:
             raise ValueError(f"--acceptance {acceptance:g} is out of range: it must be from 0 to below 1")
     if target.is_cpu:
         chip, cost_of = _measured(args, model, sizes)
     else:
         chip, cost_of = _modelled(args, target, model)
+
+    def on(mesh: ChipMesh, precision: Precision, acceptance: float | None = None) -> Candidate:
+        # Groups decode in turn where nobody waits for drafts.
+        cost = cost_of(precision, mesh, acceptance is None)
+        return Candidate(precision=precision, cost=cost, others=others, acceptance=acceptance)
+
+    def meshes(precision: Precision) -> Iterator[ChipMesh]:
+        if args.mesh is not None:
+            return (_mesh(text, target, model) for text in args.mesh)
+        return _usual_meshes(target, model, lambda mesh: on(mesh, precision), demand, sizes)
+
     return chip, [
-        Candidate(precision=precision, cost=cost, others=others, acceptance=acceptance)
+        on(mesh, precision, acceptance)
         for precision in precisions
-        for mesh in meshes
-        for cost in (cost_of(precision, mesh),)
-        for acceptance in (None, *(args.acceptance or ()))
+        for mesh in meshes(precision)
+        for acceptance in acceptances
     ]
 
 
-CostOf = Callable[["Precision", int], "CostModel"]
-"""What steps take in a precision on so many chips."""
+def _mesh(text: str, target: PlanTarget, model: ModelConfig) -> ChipMesh:
+    """One that is asked for. Raises ValueError where there are fewer chips, or the model is not divided."""
+    from jaxserve.engine.mesh import spread_model
+    from jaxserve.planning.meshes import ChipMesh
+    from jaxserve.planning.targets import MOST_CHIPS
+    from sharding import mesh_size, parse_mesh
+
+    axes = parse_mesh(f"tensor={text}" if text.strip().isdecimal() else text.replace("+", ","))
+    available = target.num_chips or MOST_CHIPS
+    if not 1 <= mesh_size(axes) <= available:
+        raise ValueError(f"a mesh of {mesh_size(axes)} chips is out of range: there are 1 to {available}")
+    spread_model(model, axes)
+    return ChipMesh(**dict(axes))
+
+
+def _usual_meshes(
+    target: PlanTarget,
+    model: ModelConfig,
+    on: Callable[[ChipMesh], Candidate],
+    demand: Demand,
+    sizes: Sizes,
+) -> Iterator[ChipMesh]:
+    """Of each number of chips those ways to use them that no other beats; replicas where they take all chips
+    that there are, since several engines do the same otherwise."""
+    from jaxserve.engine.mesh import divides
+    from jaxserve.planning.meshes import meshes_of
+    from jaxserve.planning.planner import shortlist
+    from jaxserve.planning.targets import USUAL_MESH
+
+    found = False
+    for size in target.mesh_sizes():
+        if size > USUAL_MESH and found:
+            return
+        legal = [mesh for mesh in meshes_of(size) if divides(model, mesh.axes)]
+        with_replicas = size == target.num_chips
+        best = shortlist([on(mesh) for mesh in legal if with_replicas or mesh.data == 1], demand, sizes)
+        found = found or bool(best)
+        # What is too small says so.
+        yield from [one.cost.mesh for one in best] if best or found else [legal[0]] if legal else []
+
+
+CostOf = Callable[["Precision", "ChipMesh", bool], "CostModel"]
+"""What steps take in a precision on some chips, groups in turn on their stages or not."""
 
 
 def _modelled(args: argparse.Namespace, target: PlanTarget, model: ModelConfig) -> tuple[Chip, CostOf]:
@@ -217,11 +278,12 @@ def _modelled(args: argparse.Namespace, target: PlanTarget, model: ModelConfig) 
 
     chip, footprint = target.chip(), Footprint.of(model)
 
-    def cost_of(precision: Precision, mesh: int) -> CostModel:
+    def cost_of(precision: Precision, mesh: ChipMesh, in_turn: bool) -> CostModel:
         return CostModel(
             footprint,
             chip,
-            num_chips=mesh,
+            mesh=mesh,
+            in_turn=in_turn,
             weight_format=precision.weight_format,
             compute_format=precision.compute_format,
             kv_format="bfloat16" if args.kv_format == "auto" else args.kv_format,
@@ -236,7 +298,7 @@ def _measured(args: argparse.Namespace, model: ModelConfig, sizes: Sizes) -> tup
 
     on_progress = say if shows_status(args) else lambda stage: None
     calibration = Calibration(model, sizes, kv_format=args.kv_format, on_progress=on_progress)
-    return calibration.chip, lambda precision, mesh: calibration.cost(precision)
+    return calibration.chip, lambda precision, mesh, in_turn: calibration.cost(precision)
 
 
 @contextmanager
@@ -283,15 +345,13 @@ def _compile(args: argparse.Namespace, candidate: Candidate, sizes: Sizes) -> li
 
     Raises ValueError where the compiler is missing, or knows no such machine.
     """
-    from jaxserve.engine.machines import COMPILER_ENVIRONMENT, Machine
+    from jaxserve.engine.machines import Machine
 
     cost = candidate.cost
-    machine = Machine.parse(f"{cost.chip.name}-{cost.num_chips}")
+    machine = Machine.parse(f"{cost.chip.name}-{cost.mesh.size}")
     machine.require_compiler()
-    os.environ.update(COMPILER_ENVIRONMENT)
     from jaxserve.engine.ahead import prepare_ahead
     from jaxserve.engine.options import EngineOptions
-    from sharding import TENSOR
 
     options = EngineOptions(
         max_model_len=sizes.max_model_len,
@@ -300,15 +360,16 @@ def _compile(args: argparse.Namespace, candidate: Candidate, sizes: Sizes) -> li
         kv_format=args.kv_format,
         page_size=cost.page_size,
     )
-    with machine.mesh([(TENSOR, machine.num_devices)]) as mesh:
+    slots = sizes.num_slots // cost.mesh.data
+    with machine.mesh(cost.mesh.axes or [("tensor", 1)]) as mesh:
         engine = prepare_ahead(
             cost.footprint.model,
             options,
             mesh,
             machine.platform,
             cost.chip.memory_bytes,
-            (sizes.num_slots,),
-            (max(sizes.max_chunk, sizes.num_slots),),
+            (slots,),
+            (max(sizes.max_chunk, slots),),
         )
         return [
             {

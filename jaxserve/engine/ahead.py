@@ -17,6 +17,7 @@ from jaxserve.engine.mesh import num_pools
 from jaxserve.engine.options import EngineOptions
 from jaxserve.engine.programs import AbstractEngine, abstract_engine
 from jaxserve.engine.step import PlanFormat
+from jaxserve.model.spread import shares_experts
 from jaxserve.plan import StepShape
 from jaxserve.quantization import STORED, recipe_named
 from pallas_kernels.dispatch import Target
@@ -40,7 +41,7 @@ class StepReport:
     """That a device sends for them, by rings."""
     ideal_sent_bytes: int
     """The same for one sum of hidden states after each attention and each feed-forward part of its layers,
-    and for these once to the next stage."""
+    for these to the experts of other replicas and back, and once to the next stage."""
 
     @property
     def peak_bytes(self) -> int:
@@ -95,6 +96,9 @@ class AheadEngine:
         shares = [(count - 1) / count for count in (num_shards("kv_heads", mesh), num_shards("mlp", mesh))]
         stages = num_shards("stages", mesh)
         sums = 2 * sum(shares) * model.num_layers / stages
+        if shares_experts(self.config):
+            # To the experts of the other replicas and back.
+            sums += 2 * (self.config.num_replicas - 1) * sum(kind.experts for kind in model.layers) / stages
         return int((sums + (stages - 1) / stages) * shape.rows * model.hidden_size * item_bytes)
 
 

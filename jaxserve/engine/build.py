@@ -165,12 +165,17 @@ def configure(
     free = functools.partial(free_memory, platform, first_device=first_device)
     num_processes = jax.process_count()
     axes = resolve_mesh(
-        options.mesh, model, num_devices, platform, lambda: free(num_devices), own_weights, num_processes
+        options.mesh,
+        model,
+        num_devices,
+        platform,
+        lambda: free(num_devices),
+        own_weights,
+        num_processes,
+        options.can_repeat if draft is None else None,  # A draft model runs on one device.
     )
     if options.prefill_mesh is not None:
         check_prefill(options, axes, model, num_devices, platform, num_processes)
-    if num_processes > 1 and options.host_kv_memory is not None:
-        raise ValueError(f"host_kv_memory with {num_processes} processes: it works in a single one")
     if draft is not None and mesh_size(axes) > 1:
         raise ValueError(
             f"speculative {options.speculative!r} on {mesh_size(axes)} devices ({mesh_name(axes)}): "

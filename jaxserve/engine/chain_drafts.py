@@ -32,10 +32,11 @@ from jaxserve.engine.state import DeviceState
 from jaxserve.engine.verify import Drafts
 from jaxserve.model.cache import Cache, draft_layouts
 from jaxserve.model.rows import Rows
+from jaxserve.model.spread import shares_experts
 from jaxserve.model.transformer import Params, Transformer
 from jaxserve.plan import ENGINE_DRAFT
 from jaxserve.speculation import read_speculative
-from sharding import PIPE, MeshAxes, mesh_name
+from sharding import PIPE, MeshAxes, mesh_name, most_of_replicas
 
 Carry = tuple[jax.Array, Cache, jax.Array, jax.Array]
 DRAFT_PARAMETERS = "draft"
@@ -136,6 +137,8 @@ def make_drafts(
     start = (jnp.zeros((), jnp.int32), source.cache(state), jnp.zeros_like(num_S), nothing_SK)
     # What is only read is read where somebody drafts: a step without drafts has none of this to wait for.
     num_rounds = jnp.where(jnp.any(asked_R), jnp.max(num_rounds_S), 0)
+    if shares_experts(source.transformer.config):  # With other replicas, which may draft further.
+        num_rounds = most_of_replicas(num_rounds)
     _, cache, _, token_SK = jax.lax.while_loop(lambda carry: carry[0] < num_rounds, guess, start)
     place_R = jnp.clip(drafts.ahead - 1, 0, config.max_drafts - 1)
     token_R = jnp.where(asked_R, token_SK[sequence_R, place_R], drafts.token)

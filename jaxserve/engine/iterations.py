@@ -12,11 +12,13 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxserve.engine.state import DeviceState
+from jaxserve.engine.state import END_IDS, Column, DeviceState
 from jaxserve.engine.step import Batch, PlanFormat, advance, grant_pages, pack_result
+from jaxserve.model.spread import shares_experts
 from jaxserve.model.transformer import Params, Transformer
+from sharding import most_of_replicas
 
-Carry = tuple[jax.Array, DeviceState, jax.Array, jax.Array]
+Carry = tuple[jax.Array, DeviceState, jax.Array, jax.Array, jax.Array]
 
 
 def run_iterations(
@@ -36,25 +38,29 @@ def run_iterations(
     batch = form.unpack(vector)
 
     def iterate(carry: Carry) -> Carry:
-        iteration, state, active_S, results = carry
+        iteration, state, active_S, _, results = carry
         state, sampled = advance(transformer, form, params, state, batch, active_S)
         token_S = jnp.where(active_S, sampled.token, -1)
         results = results.at[iteration].set(pack_result(dataclasses.replace(sampled, token=token_S)))
-        return iteration + 1, state, active_S & ~_ended(state, batch, token_S), results
+        active_S &= ~_ended(state, batch, token_S)
+        return iteration + 1, state, active_S, goes_on(active_S), results
 
-    def goes_on(carry: Carry) -> jax.Array:
-        iteration, _, active_S, _ = carry
-        return (iteration < num_iterations) & jnp.any(active_S)
+    def goes_on(active_S: jax.Array) -> jax.Array:
+        if not shares_experts(transformer.config):
+            return jnp.any(active_S)
+        # Other replicas need this one's experts, whatever its own sequences do.
+        return most_of_replicas(jnp.any(active_S).astype(jnp.int32)) > 0
 
     width = 3 + 2 * transformer.config.max_logprobs
     nothing = jnp.full((form.max_iterations, form.shape.logit_rows, width), -1, jnp.int32)
-    start = (jnp.zeros((), jnp.int32), grant_pages(state, batch), batch.num_tokens_S > 0, nothing)
-    _, state, _, results = jax.lax.while_loop(goes_on, iterate, start)
-    return state, results
+    active_S = batch.num_tokens_S > 0
+    start = (jnp.zeros((), jnp.int32), grant_pages(state, batch), active_S, goes_on(active_S), nothing)
+    carry = jax.lax.while_loop(lambda carry: (carry[0] < num_iterations) & carry[3], iterate, start)
+    return carry[1], carry[-1]
 
 
 def _ended(state: DeviceState, batch: Batch, token_S: jax.Array) -> jax.Array:
     """Whether each sequence's newest token ends its answer, or it is at its longest."""
     sampling = state.sampling
-    at_end_S = jnp.any(sampling.end_ids[batch.slot_S] == token_S[:, None], axis=-1)
-    return at_end_S | (state.num_known[batch.slot_S] >= sampling.max_known[batch.slot_S])
+    at_end_S = jnp.any(sampling.ids(batch.slot_S, END_IDS) == token_S[:, None], axis=-1)
+    return at_end_S | (state.num_known[batch.slot_S] >= sampling.number(batch.slot_S, Column.MAX_KNOWN))

@@ -46,6 +46,11 @@ def spread_model(model: ModelConfig, axes: MeshAxes) -> ModelConfig:
     raise ValueError(f"mesh {mesh_name(axes)}: {reason}; nearest to it are {choices}")
 
 
+def divides(model: ModelConfig, axes: MeshAxes) -> bool:
+    """Whether a model can be spread over a mesh: whether `spread_model` does not refuse it."""
+    return _obstacle(model, axes) is None
+
+
 def num_pools(axes: MeshAxes) -> int:
     """Parts into which the mesh cuts the KV pools; other devices have the same part as one of these."""
     sizes = dict(axes)
@@ -91,6 +96,7 @@ def resolve_mesh(
     memory_bytes: Callable[[], int],
     weight_bytes: Callable[[MeshAxes], int],
     num_processes: int = 1,
+    can_repeat: Callable[[int], bool] | None = None,
 ) -> MeshAxes:
     """The axes of the mesh that an option stands for.
 
@@ -101,6 +107,8 @@ def resolve_mesh(
         memory_bytes: of each, what is free for weights and pages; not asked where they share one memory.
         weight_bytes: of one device of a mesh.
         num_processes: that have the devices, and take part with all of them.
+        can_repeat: of `auto`, whether there may be so many replicas; None has it take no more devices than
+            the model needs.
 
     Raises ValueError, naming the axis and the sizes, for one that the model or the devices do not allow.
     """
@@ -117,7 +125,7 @@ def resolve_mesh(
         why = "there is one" if num_devices == 1 else "those of a CPU share its memory and its cores"
         logger.info("mesh auto: one device, since %s", why)
         return ()
-    return _choose(model, num_devices, memory_bytes(), weight_bytes)
+    return _choose(model, num_devices, memory_bytes(), weight_bytes, can_repeat)
 
 
 def _spanning(option: str | None, model: ModelConfig, num_devices: int, num_processes: int) -> MeshAxes:
@@ -133,8 +141,6 @@ def _spanning(option: str | None, model: ModelConfig, num_devices: int, num_proc
         logger.info("mesh auto: %s, which takes %s", mesh_name(axes), whole)
         return axes
     axes = parse_mesh(option)
-    if DATA in dict(axes):
-        raise ValueError(f"mesh {mesh_name(axes)}: replicas are for one process, and these are {whole}")
     spread_model(model, axes)
     if mesh_size(axes) != num_devices:
         raise ValueError(f"mesh {mesh_name(axes)} takes {mesh_size(axes)} devices; it must take {whole}")
@@ -142,10 +148,14 @@ def _spanning(option: str | None, model: ModelConfig, num_devices: int, num_proc
 
 
 def _choose(
-    model: ModelConfig, num_devices: int, memory: int, weight_bytes: Callable[[MeshAxes], int]
+    model: ModelConfig,
+    num_devices: int,
+    memory: int,
+    weight_bytes: Callable[[MeshAxes], int],
+    can_repeat: Callable[[int], bool] | None,
 ) -> MeshAxes:
     """The smallest mesh whose devices have room for as many bytes of pages as of weights; one with stages
-    only where no other has."""
+    only where no other has. Then the same over what devices are left."""
     best: tuple[int, MeshAxes] | None = None
     for axes in itertools.chain(_legal(model, num_devices), _staged(model, num_devices)):
         own = weight_bytes(axes)
@@ -159,7 +169,7 @@ def _choose(
                 own / _GIB,
                 memory / _GIB,
             )
-            return axes
+            return axes if can_repeat is None else _widened(model, axes, num_devices, can_repeat)
         if best is None or own < _LESS * best[0]:
             best = own, axes
     assert best is not None, "a single device is always there"
@@ -173,6 +183,38 @@ def _choose(
         memory / _GIB,
     )
     return axes
+
+
+def _widened(
+    model: ModelConfig, axes: MeshAxes, num_devices: int, can_repeat: Callable[[int], bool]
+) -> MeshAxes:
+    """The mesh over as many of the devices as it can take: `tensor` as far as it divides the model and no KV
+    head is there twice, which makes every answer quicker; replicas of that on the others, which bring more
+    answers at once. What is in stages stays as it is."""
+    sizes = dict(axes)
+    if PIPE in sizes:
+        return axes
+    own, expert = sizes.get(TENSOR, 1), sizes.get(EXPERT, 1)
+    found: list[tuple[int, int, MeshAxes]] = []
+    for tensor in range(own, num_devices // expert + 1):
+        divides_heads = tensor == own or model.num_kv_heads % tensor == 0
+        if not divides_heads or _obstacle(model, _axes(tensor, expert)) is not None:
+            continue
+        most = num_devices // (tensor * expert)
+        data = next((number for number in range(most, 1, -1) if can_repeat(number)), 1)
+        found.append((tensor * expert * data, tensor, _axes(tensor, expert, data=data)))
+    _, tensor, wider = max(found)
+    if wider != axes:
+        replicas = dict(wider).get(DATA, 1)
+        logger.info(
+            "mesh auto: %s, since there are %d devices: tensor=%d, as many as leave the fewest over and have "
+            "no KV head there twice, for quicker answers%s",
+            mesh_name(wider),
+            num_devices,
+            tensor,
+            f"; data={replicas} for more of them at once" if replicas > 1 else "",
+        )
+    return wider
 
 
 def _legal(model: ModelConfig, most: int) -> Iterator[MeshAxes]:

@@ -73,8 +73,9 @@ class EngineOptions:
     as many as stages; with drafts, several iterations, shape-invariant numerics or a `prefill_mesh` 1."""
     mesh: str | None = None
     """Devices that share the model: `tensor=N`, `expert=N` and `pipe=N`, and `data=N` such groups, each with
-    all weights and a part of the sequences; with commas, or "auto", the fewest on which weights leave as much
-    memory to pages; None takes the first device."""
+    all weights and a part of the sequences; with commas; or "auto": the fewest on which weights leave as much
+    memory to pages, then the others too, along `tensor` as far as KV heads go and along `data` beyond. None
+    takes the first device."""
 
     prefill_mesh: str | None = None
     """Devices after those of `mesh` on which prompts are computed, with weights and pages of their own, where
@@ -93,6 +94,10 @@ class EngineOptions:
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} {getattr(self, name)!r} is not one of {', '.join(map(str, known))}")
         self._check_names()
+
+    def can_repeat(self, num_replicas: int) -> bool:
+        """Whether a mesh that is chosen may have so many replicas."""
+        return self.host_kv_memory is None and (self.num_slots or num_replicas) % num_replicas == 0
 
     def _check_names(self) -> None:
         """Raise ValueError for a name that stands for nothing."""

@@ -13,11 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
-from jax.sharding import Mesh, Sharding, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.shardings import everywhere, shardings_of
 from jaxserve.engine.state import DeviceState
+from jaxserve.engine.words import fed, spans_processes
 from jaxserve.model.cache import CACHE_AXES, CacheGroup
 from sharding import named_sharding, per_shard
 
@@ -141,7 +142,7 @@ def _compile(group: int, num_pages: int, state: DeviceState, mesh: Mesh | None) 
         ((part.shape[0] // num_pages, *part.shape[1:]), np.dtype(part.dtype))
         for part in _arrays(state.cache[group])
     )
-    pages = everywhere(np.zeros(PAGES_PER_MOVE, np.int32), mesh)
+    pages = np.zeros(PAGES_PER_MOVE, np.int32)
     moved = [((PAGES_PER_MOVE, *shape), dtype) for shape, dtype in parts]
     places = tuple(_place(shape, mesh) for shape, _ in moved)
     contents = tuple(
@@ -168,15 +169,26 @@ def _compile(group: int, num_pages: int, state: DeviceState, mesh: Mesh | None) 
         return dataclasses.replace(state, cache=(*state.cache[:group], written, *state.cache[group + 1 :]))
 
     state_places = None if mesh is None else shardings_of(state)
+    if spans_processes(mesh):
+        (read, read_given), (write, write_given) = (
+            fed(read, 1, (pages,), mesh),
+            fed(write, 1, (contents, pages), mesh),
+        )
+    else:
+        read_given, write_given = (everywhere(pages, mesh),), (contents, everywhere(pages, mesh))
     return PageProgram(
-        jax.jit(read, out_shardings=_on_host(places)).lower(state, pages).compile(),
-        jax.jit(write, donate_argnums=0, out_shardings=state_places).lower(state, contents, pages).compile(),
+        jax.jit(read, out_shardings=_on_host(places)).lower(state, *read_given).compile(),
+        jax.jit(write, donate_argnums=0, out_shardings=state_places).lower(state, *write_given).compile(),
         parts,
     )
 
 
 def _place(shape: tuple[int, ...], mesh: Mesh | None) -> Sharding | None:
-    return None if mesh is None else named_sharding(shape, MOVED_AXES, mesh)
+    """Where contents lie: cut as the pool is, or whole on every device for a host that has only some."""
+    if mesh is None:
+        return None
+    cut = named_sharding(shape, MOVED_AXES, mesh)
+    return NamedSharding(mesh, PartitionSpec()) if spans_processes(mesh) else cut
 
 
 def _on_host(places: tuple[Sharding | None, ...]) -> tuple[Sharding | None, ...]:

@@ -1,8 +1,7 @@
 """An engine whose mesh spans the processes of a job: one leads, the others run what it runs.
 
-Whatever the host gives to a program is the leader's part of an array that has one for every device; the
-program itself sums the parts, of which the others are zeros. So followers are told nothing but a program's
-number.
+Whatever the host gives to a program is the leader's part of an array that has one for every device, see
+`jaxserve.engine.words`. So followers are told nothing but a program's number.
 """
 
 from __future__ import annotations
@@ -15,16 +14,17 @@ import threading
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from jaxserve.config import EngineConfig
 from jaxserve.device_loss import DeviceLostError
 from jaxserve.engine.engine import DeviceEngine
 from jaxserve.engine.programs import Programs, SlotPrograms, StepProgram, make_spread_state
+from jaxserve.engine.words import as_words, parts
 from jaxserve.model.transformer import Params
 from jaxserve.plan import StepHandle, StepPlan, StepResult
 from jaxserve.version import __version__
@@ -108,34 +108,41 @@ class LeadingEngine(DeviceEngine):
         return verdict if verdict is error else DeviceLostError(str(verdict))
 
 
+Leaves = Literal["state", "state and result", "pages"]
+"""What a program leaves behind; of pages that are read only the leader has a use."""
+
+
 @dataclasses.dataclass(frozen=True)
 class _Numbered:
-    """A program that all processes run, and what it takes."""
+    """A program that all processes run."""
 
     run: Any
-    """Compiled."""
-    num_own: int
-    """Of its arguments, how many lie on the devices (parameters and state); others come from the host."""
+    """Compiled. Of parameters, if it is a step, the state, and what the leader says."""
+    leaves: Leaves = "state"
 
     @property
-    def is_step(self) -> bool:
-        return self.num_own == 2
+    def num_own(self) -> int:
+        """Of its arguments, how many lie on the devices."""
+        return 2 if self.leaves == "state and result" else 1
 
-    def blank(self, mesh: Mesh) -> tuple[Any, ...]:
-        """Arguments of a process that has none to give."""
-        infos = self.run.args_info[0][self.num_own :]
-        return jax.tree.map(lambda info: _parts(None, info.shape[1:], info.dtype, mesh), infos)
+    def blank(self, mesh: Mesh) -> jax.Array:
+        """What a process says that has nothing to say."""
+        (info,) = self.run.args_info[0][self.num_own :]
+        return parts(np.zeros(info.shape[1:], info.dtype), mesh)
 
 
 def _numbered(programs: Programs) -> Iterator[_Numbered]:
     """Every program, in an order that all processes have in common."""
     slots = programs.slots
-    yield _Numbered(slots.load_slot, 1)
-    yield _Numbered(slots.copy_pages, 1)
+    yield _Numbered(slots.load_slot)
+    yield _Numbered(slots.copy_pages)
     for width in sorted(slots.load_masks):
-        yield _Numbered(slots.load_masks[width], 1)
+        yield _Numbered(slots.load_masks[width])
     for step in (*programs.steps.values(), *programs.iterated.values()):
-        yield _Numbered(step.run, 2)
+        yield _Numbered(step.run, "state and result")
+    for group in programs.pages:
+        yield _Numbered(group.read, "pages")
+        yield _Numbered(group.write)
 
 
 def _announced(programs: Programs, mesh: Mesh, job: LeadingJob) -> Programs:
@@ -144,9 +151,9 @@ def _announced(programs: Programs, mesh: Mesh, job: LeadingJob) -> Programs:
     def announced(number: int, program: _Numbered) -> Program:
         def call(*arguments: Any) -> Any:
             own, given = arguments[: program.num_own], arguments[program.num_own :]
-            spread = jax.tree.map(lambda x: _parts(x, np.shape(x), x.dtype, mesh), given)
+            said = parts(as_words(given), mesh)
             job.run(number)
-            return program.run(*own, *spread)
+            return program.run(*own, said)
 
         return call
 
@@ -160,18 +167,8 @@ def _announced(programs: Programs, mesh: Mesh, job: LeadingJob) -> Programs:
         {shape: dataclasses.replace(step, run=next(calls)) for shape, step in group.items()}
         for group in (programs.steps, programs.iterated)
     )
-    return dataclasses.replace(programs, slots=slots, steps=steps, iterated=iterated)
-
-
-def _parts(value: Any, shape: tuple[int, ...], dtype: Any, mesh: Mesh) -> jax.Array:
-    """An array with a part for each device: `value` on the first one here, zeros on the others."""
-    place = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-    blank = np.zeros((1, *shape), dtype)
-    first = blank if value is None else np.asarray(value)[None]
-    shards = [
-        jax.device_put(blank if number else first, device) for number, device in enumerate(mesh.local_devices)
-    ]
-    return jax.make_array_from_single_device_arrays((mesh.size, *shape), place, shards)
+    pages = tuple(dataclasses.replace(group, read=next(calls), write=next(calls)) for group in programs.pages)
+    return dataclasses.replace(programs, slots=slots, steps=steps, iterated=iterated, pages=pages)
 
 
 def _follow(job: FollowingJob, params: Params, state: Any, programs: Programs, mesh: Mesh) -> None:
@@ -186,11 +183,13 @@ def _follow(job: FollowingJob, params: Params, state: Any, programs: Programs, m
     while (number := job.next_program()) is not None:
         program, blank = table[number]
         try:
-            if program.is_step:
-                state, result = program.run(params, state, *blank)
+            if program.leaves == "state and result":
+                state, result = program.run(params, state, blank)
                 results.put(result)
+            elif program.leaves == "state":
+                state = program.run(state, blank)
             else:
-                state = program.run(state, *blank)
+                program.run(state, blank)
         except jax.errors.JaxRuntimeError as error:
             job.fail(error)
 

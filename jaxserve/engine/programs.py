@@ -34,7 +34,7 @@ from jaxserve.engine.replicas import (
     slot_program_of_replicas,
     step_of_replicas,
 )
-from jaxserve.engine.shardings import fed, from_host, placed, shardings_of, state_shardings
+from jaxserve.engine.shardings import placed, shardings_of, state_shardings
 from jaxserve.engine.slots import (
     PackedLoad,
     copy_pages,
@@ -46,6 +46,7 @@ from jaxserve.engine.slots import (
 from jaxserve.engine.state import DeviceState, make_state, mask_words
 from jaxserve.engine.step import PlanFormat, run_step
 from jaxserve.engine.ticks import run_tick
+from jaxserve.engine.words import fed, spans_processes
 from jaxserve.model.cache import page_layouts
 from jaxserve.model.transformer import LayerLoop, Transformer
 from jaxserve.plan import SamplingParams, SlotLoad, StepPlan, StepShape
@@ -113,11 +114,10 @@ class AbstractEngine:
         run, counts = (whole, ()) if form.max_iterations == 1 else (run_iterations, (np.int32(1),))
         step = functools.partial(run, self.transformer, form)
         nothing = packing_for(config).plan(form, StepPlan.of((), (), form.shape))
+        specs = None
         if mesh is not None and config.num_replicas > 1:
-            step = step_of_replicas(step, self.state, len(counts), mesh)
-            given = on_mesh((nothing, *counts), (OWN, *(ALL,) * len(counts)), mesh)
-        else:
-            step, given = fed(step, 2, mesh), from_host((nothing, *counts), mesh)
+            step, specs = step_of_replicas(step, self.params, self.state, len(counts), mesh)
+        step, given = _taking(step, 2, (nothing, *counts), specs, mesh)
         jitted = jax.jit(step, donate_argnums=1, out_shardings=_places(self.state, mesh))
         return jitted.lower(self.params, self.state, *given)
 
@@ -238,11 +238,10 @@ def _compile_slot_programs(config: EngineConfig, abstract: AbstractEngine, mesh:
 
     def compiled(name: str, *examples: object) -> Callable[..., DeviceState]:
         program, places = programs[name], None if mesh is None else shardings_of(state)
+        specs = None
         if mesh is not None and config.num_replicas > 1:
             program, specs = slot_program_of_replicas(name, program, state, mesh)
-            given = on_mesh(examples, specs, mesh)
-        else:
-            program, given = fed(program, 1, mesh), from_host(examples, mesh)
+        program, given = _taking(program, 1, examples, specs, mesh)
         jitted = jax.jit(program, donate_argnums=0, out_shardings=places)
         return jitted.lower(state, *given).compile()
 
@@ -271,8 +270,27 @@ def _example_load(config: EngineConfig) -> SlotLoad:
     )
 
 
+def _taking(
+    program: Callable[..., Any], num_own: int, given: tuple[Any, ...], specs: Any, mesh: Mesh | None
+) -> tuple[Callable[..., Any], Any]:
+    """A program as it takes what the host has, and the shapes of that.
+
+    Args:
+        program: of `num_own` arguments that lie on the devices, and then of such.
+        given: examples of these.
+        specs: of each, for a program of replicas, which part each of them hears; None for others.
+        mesh: the devices.
+    """
+    if specs is None or spans_processes(mesh):
+        return fed(program, num_own, given, mesh)
+    assert mesh is not None, "there are replicas"
+    return program, on_mesh(given, specs, mesh)
+
+
 def _places(state: DeviceState, mesh: Mesh | None) -> Any:
-    """Where a step leaves the state, as it found it, and its result: whole on every device of a replica."""
+    """Where a step leaves the state, as it found it, and its result: whole on every device of a replica, and
+    on all where a process has only some of the replicas."""
     if mesh is None:
         return None
-    return shardings_of(state), NamedSharding(mesh, OWN if DATA in mesh.axis_names else ALL)
+    apart = DATA in mesh.axis_names and not spans_processes(mesh)
+    return shardings_of(state), NamedSharding(mesh, OWN if apart else ALL)

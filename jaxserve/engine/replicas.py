@@ -41,6 +41,17 @@ def state_specs(state: DeviceState) -> DeviceState:
     return jax.tree.map(lambda axis: PartitionSpec(*(None,) * axis, DATA), replica_axes(state))
 
 
+def parameter_specs(params: Any) -> Any:
+    """A tree of PartitionSpec, of the replicas alone: which arrays they share out. `params`: shapes that say
+    where they lie."""
+
+    def own(array: jax.ShapeDtypeStruct) -> PartitionSpec:
+        cuts = array.sharding.spec  # type: ignore[union-attr]
+        return PartitionSpec(*(DATA if cut == DATA or DATA in (cut or ()) else None for cut in cuts))
+
+    return jax.tree.map(own, params)
+
+
 def of_all_replicas(state: DeviceState, mesh: AnyMesh) -> DeviceState:
     """The shapes of all replicas' state from those of one's."""
 
@@ -71,18 +82,22 @@ def make_replicas(make: Callable[[], DeviceState], mesh: Mesh) -> Callable[[], D
 
 
 def step_of_replicas(
-    run: Callable[..., tuple[DeviceState, jax.Array]], state: DeviceState, num_counts: int, mesh: Mesh
-) -> Callable[..., tuple[DeviceState, jax.Array]]:
-    """A step of parameters, state, a vector for each replica, and `num_counts` numbers for all. Its result
-    has an axis of replicas in front."""
+    run: Callable[..., tuple[DeviceState, jax.Array]],
+    params: Any,
+    state: DeviceState,
+    num_counts: int,
+    mesh: Mesh,
+) -> tuple[Callable[..., tuple[DeviceState, jax.Array]], tuple[Any, ...]]:
+    """A step of parameters, state, a vector for each replica, and `num_counts` numbers for all, and where
+    the latter two lie. Its result has an axis of replicas in front."""
 
     def own(params: Any, state: DeviceState, vectors: jax.Array, *counts: jax.Array) -> Any:
         state, result = run(params, state, vectors[0], *counts)
         return state, result[None]
 
-    specs = state_specs(state)
-    in_specs = (ALL, specs, OWN, *(ALL,) * num_counts)
-    return per_replica(own, mesh, in_specs=in_specs, out_specs=(specs, OWN))
+    specs, given = state_specs(state), (OWN, *(ALL,) * num_counts)
+    in_specs = (parameter_specs(params), specs, *given)
+    return per_replica(own, mesh, in_specs=in_specs, out_specs=(specs, OWN)), given
 
 
 def slot_program_of_replicas(
@@ -92,7 +107,7 @@ def slot_program_of_replicas(
     that lies."""
 
     def load(state: DeviceState, load: PackedLoad) -> DeviceState:
-        return program(state, dataclasses.replace(load, scalars=load.scalars[0]))
+        return program(state, dataclasses.replace(load, place=load.place[0]))
 
     def first(state: DeviceState, own: jax.Array, *others: jax.Array) -> DeviceState:
         return program(state, own[0], *others)
@@ -129,10 +144,10 @@ class ReplicaPacking(Packing):
     def load(self, load: SlotLoad) -> PackedLoad:
         replica, slot = divmod(load.slot, self._config.num_slots)
         packed = super().load(dataclasses.replace(load, slot=slot))
-        scalars = np.tile(packed.scalars, (self._num_replicas, 1))
-        scalars[:, 0] = self._nowhere
-        scalars[replica, 0] = slot
-        return dataclasses.replace(packed, scalars=scalars)
+        place = np.tile(packed.place, (self._num_replicas, 1))
+        place[:, 0] = self._nowhere
+        place[replica, 0] = slot
+        return dataclasses.replace(packed, place=place)
 
     def copies(self, load: SlotLoad) -> np.ndarray:
         own = super().copies(load)

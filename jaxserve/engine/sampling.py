@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxserve.config import LogprobsMode
-from jaxserve.engine.state import PROMPT_FLAG, DeviceState
+from jaxserve.engine.state import BIAS_IDS, FLOAT_FIELDS, PROMPT_FLAG, STOP_IDS, Column, DeviceState
 from sharding import constrained, per_shard, shard_index
 
 NEGATIVE = -jnp.inf
@@ -79,7 +79,7 @@ def sampling_rows(
 ) -> SamplingRows:
     """Gather what each row needs from its slot; the others as in `SamplingRows`."""
     sampling = state.sampling
-    floats = sampling.floats[slot_R]
+    floats = sampling.floats[:, : len(FLOAT_FIELDS)][slot_R]
     return SamplingRows(
         slot=slot_R,
         position=position_R,
@@ -89,9 +89,9 @@ def sampling_rows(
         repetition_penalty=floats[:, 3],
         presence_penalty=floats[:, 4],
         frequency_penalty=floats[:, 5],
-        top_k=sampling.top_k[slot_R],
-        key=sampling.key[slot_R],
-        wants_logprobs=sampling.wants_logprobs[slot_R],
+        top_k=sampling.number(slot_R, Column.TOP_K),
+        key=sampling.key(slot_R),
+        wants_logprobs=sampling.is_set(slot_R, Column.WANTS_LOGPROBS),
         drafts=drafts_RK,
         ahead=ahead_R,
     )
@@ -159,9 +159,14 @@ def _adjusted(logits_RV: jax.Array, rows: SamplingRows, state: DeviceState, mesh
 def _is_adjusted(rows: SamplingRows, state: DeviceState) -> jax.Array:
     """[R] whether `adjust_logits` does anything to a row."""
     sampling = state.sampling
-    biased_R = sampling.num_biases[rows.slot] > 0
-    withheld_R = rows.position < sampling.min_len[rows.slot]
-    return biased_R | withheld_R | sampling.masked[rows.slot] | _is_penalised(rows)
+    biased_R = sampling.is_set(rows.slot, Column.NUM_BIASES)
+    masked_R = sampling.is_set(rows.slot, Column.MASKED)
+    return biased_R | _is_withheld(rows, state) | masked_R | _is_penalised(rows)
+
+
+def _is_withheld(rows: SamplingRows, state: DeviceState) -> jax.Array:
+    """[R] whether the answer is too short to stop."""
+    return rows.position < state.sampling.number(rows.slot, Column.MIN_LEN)
 
 
 def _is_penalised(rows: SamplingRows) -> jax.Array:
@@ -172,21 +177,20 @@ def _is_penalised(rows: SamplingRows) -> jax.Array:
 def adjust_logits(logits_RV: jax.Array, rows: SamplingRows, state: DeviceState) -> jax.Array:
     """The part of the transform that greedy rows share: bias, penalties, masks (withheld is -inf)."""
     sampling = state.sampling
-    withheld_R = rows.position < sampling.min_len[rows.slot]
-    masked_R = sampling.masked[rows.slot]
+    withheld_R = _is_withheld(rows, state)
+    masked_R = sampling.is_set(rows.slot, Column.MASKED)
     penalised_R = _is_penalised(rows)
     row_R1 = jnp.arange(logits_RV.shape[0], dtype=jnp.int32)[:, None]
 
     def adjust() -> jax.Array:
-        adjusted_RV = logits_RV.at[row_R1, sampling.bias_ids[rows.slot]].add(
-            sampling.bias_values[rows.slot], mode="drop"
+        adjusted_RV = logits_RV.at[row_R1, sampling.ids(rows.slot, BIAS_IDS)].add(
+            sampling.bias_values(rows.slot), mode="drop"
         )
         adjusted_RV = jnp.where(penalised_R[:, None], _penalise(adjusted_RV, rows, state), adjusted_RV)
-        allowed_RW = sampling.allowed[rows.slot] & sampling.grammar[rows.slot, rows.ahead]
-        allowed_RV = _unpack_bits(allowed_RW, logits_RV.shape[1])
+        allowed_RV = _unpack_bits(sampling.allowed(rows.slot, rows.ahead), logits_RV.shape[1])
         adjusted_RV = jnp.where(allowed_RV | ~masked_R[:, None], adjusted_RV, NEGATIVE)
         # Unused entries are -1: negative ids count from the end, so send them out of range.
-        stop_ids = sampling.stop_ids[rows.slot]
+        stop_ids = sampling.ids(rows.slot, STOP_IDS)
         stop_ids = jnp.where((stop_ids >= 0) & withheld_R[:, None], stop_ids, logits_RV.shape[1])
         goes_on_RV = adjusted_RV.at[row_R1, stop_ids].set(NEGATIVE, mode="drop")
         # Where only the end may follow, it may: a minimum length yields to a grammar that is at its end.

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxserve.config import ModelConfig
 from jaxserve.engine.replicas import shardings_of_all
@@ -91,41 +91,6 @@ def everywhere(tree: Any, mesh: AnyMesh | None) -> Any:
         return tree
     whole = NamedSharding(mesh, PartitionSpec())
     return jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=whole), tree)
-
-
-def from_host(tree: Any, mesh: AnyMesh | None) -> Any:
-    """Shapes of what a program that `fed` made takes in place of a tree that the host has."""
-    if mesh is None or jax.process_count() == 1:
-        return everywhere(tree, mesh)
-    parts = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-    return jax.tree.map(
-        lambda array: jax.ShapeDtypeStruct((mesh.size, *array.shape), array.dtype, sharding=parts), tree
-    )
-
-
-def fed(program: Callable[..., Any], num_own: int, mesh: Mesh | None) -> Callable[..., Any]:
-    """A program that takes what comes from the host as it comes: in a job of several processes as an array
-    with a part for each device, of which all but the leader's are zeros.
-
-    Args:
-        program: of arrays that lie on the devices, and then of such that the host has.
-        num_own: of the former, how many.
-        mesh: the devices.
-    """
-    if mesh is None or jax.process_count() == 1:
-        return program
-
-    def add_up(given: Any) -> Any:
-        return jax.tree.map(lambda parts: jax.lax.psum(parts[0], mesh.axis_names), given)
-
-    # One exchange: to sum with zeros keeps every bit of a number.
-    parts, whole = PartitionSpec(mesh.axis_names), PartitionSpec()
-    gather = jax.shard_map(add_up, mesh=mesh, in_specs=parts, out_specs=whole, check_vma=False)
-
-    def with_parts(*arguments: Any) -> Any:
-        return program(*arguments[:num_own], *gather(arguments[num_own:]))
-
-    return with_parts
 
 
 def shardings_of(tree: Any) -> Any:

@@ -15,9 +15,21 @@ import numpy.typing as npt
 from jax.sharding import Mesh
 
 from jaxserve.config import EngineConfig
-from jaxserve.engine.state import FLOAT_FIELDS, MAX_EOS_IDS, PROMPT_FLAG, DeviceState, mask_words
+from jaxserve.engine.state import (
+    BIAS_IDS,
+    END_IDS,
+    FLOAT_FIELDS,
+    MAX_EOS_IDS,
+    NUM_FLOATS,
+    NUM_NUMBERS,
+    PROMPT_FLAG,
+    STOP_IDS,
+    Column,
+    DeviceState,
+    mask_words,
+)
 from jaxserve.model.cache import CACHE_AXES, CacheGroup, copy_page
-from jaxserve.plan import MAX_BIASES, MAX_STOP_IDS, IntArray, SlotLoad
+from jaxserve.plan import MAX_STOP_IDS, IntArray, SlotLoad
 from sharding import per_shard
 
 
@@ -25,19 +37,15 @@ from sharding import per_shard
 class PackedLoad:
     """A SlotLoad as the few arrays that travel to the device."""
 
-    scalars: np.ndarray
-    """[10] int32: slot, known, computed, prompt, top_k, min_len, masked, num_biases, wants_logprobs,
-    max_known."""
-    key: np.ndarray
+    place: np.ndarray
+    """[4] int32: slot, known, computed, prompt."""
     floats: np.ndarray
+    numbers: np.ndarray
+    """[NUM_FLOATS] and [NUM_NUMBERS], rows of `SlotSampling`."""
+    masks: np.ndarray
+    """[2, ceil(V / 32)] uint32 what the request lets be sampled, and its grammar now."""
     tokens: np.ndarray
     pages: np.ndarray
-    stop_ids: np.ndarray
-    end_ids: np.ndarray
-    bias_ids: np.ndarray
-    bias_values: np.ndarray
-    allowed: np.ndarray
-    grammar: np.ndarray
 
 
 def pack_load(load: SlotLoad, config: EngineConfig) -> PackedLoad:
@@ -48,71 +56,62 @@ def pack_load(load: SlotLoad, config: EngineConfig) -> PackedLoad:
     params, vocab = load.params, config.model.vocab_size
     if len(load.tokens) > config.max_model_len:
         raise ValueError(f"{len(load.tokens)} tokens; max_model_len is {config.max_model_len}")
-    stop_ids = sorted({*load.eos_token_ids, *params.stop_token_ids})
-    if params.min_tokens and len(stop_ids) > MAX_STOP_IDS + MAX_EOS_IDS:
+    stop_ids = sorted({*load.eos_token_ids, *params.stop_token_ids}) if params.min_tokens else []
+    if len(stop_ids) > MAX_STOP_IDS + MAX_EOS_IDS:
         raise ValueError(
             f"min_tokens with {len(stop_ids)} stop ids; the limit is {MAX_STOP_IDS + MAX_EOS_IDS}"
         )
     if load.mask is not None and load.mask.shape != (mask_words(vocab),):
         raise ValueError(f"a mask of shape {load.mask.shape}; {vocab} tokens take {mask_words(vocab)} words")
     biases = dict(params.logit_bias or {})
-    allowed = params.permitted_tokens(vocab)
+    masks = params.permitted_tokens(vocab), load.mask
+    settings = [getattr(params, name) for name in FLOAT_FIELDS]
     pages = np.zeros((len(load.pages), config.pages_per_sequence), np.int32)
     for group, ids in enumerate(load.pages):
         pages[group, : len(ids)] = ids
-    scalars = [
-        load.slot,
-        len(load.tokens),
-        load.num_computed,
-        load.num_prompt_tokens,
-        max(params.top_k, 0),
-        load.num_prompt_tokens + params.min_tokens,
-        allowed is not None or load.mask is not None,
-        len(biases),
-        params.logprobs is not None or params.prompt_logprobs is not None,
-        config.max_model_len if load.max_known is None else load.max_known,
-    ]
     return PackedLoad(
-        scalars=np.array(scalars, np.int32),
-        key=seed_words(load.seed, load.sample_index),
-        floats=np.array([getattr(params, name) for name in FLOAT_FIELDS], np.float32),
+        place=np.array([load.slot, len(load.tokens), load.num_computed, load.num_prompt_tokens], np.int32),
+        floats=_padded((*settings, *biases.values()), NUM_FLOATS, 0.0, np.float32),
+        numbers=_numbers(
+            load, stop_ids, list(biases), masked=any(mask is not None for mask in masks), config=config
+        ),
+        masks=np.stack([_all_tokens(vocab) if mask is None else mask for mask in masks]),
         tokens=_padded(load.tokens, config.max_model_len + 1, 0, np.int32),
         pages=pages,
-        stop_ids=_padded(stop_ids if params.min_tokens else (), MAX_STOP_IDS + MAX_EOS_IDS, -1, np.int32),
-        end_ids=_padded(
-            _end_ids(load)[: MAX_STOP_IDS + MAX_EOS_IDS], MAX_STOP_IDS + MAX_EOS_IDS, -1, np.int32
-        ),
-        bias_ids=_padded(biases.keys(), MAX_BIASES, vocab, np.int32),
-        bias_values=_padded(biases.values(), MAX_BIASES, 0.0, np.float32),
-        allowed=_all_tokens(vocab) if allowed is None else allowed,
-        grammar=_all_tokens(vocab) if load.mask is None else load.mask,
     )
+
+
+def _numbers(
+    load: SlotLoad, stop_ids: Sequence[int], bias_ids: Sequence[int], *, masked: bool, config: EngineConfig
+) -> np.ndarray:
+    """As in `SlotSampling`."""
+    params = load.params
+    numbers = np.full(NUM_NUMBERS, -1, np.int32)
+    numbers[Column.TOP_K] = max(params.top_k, 0)
+    numbers[Column.MIN_LEN] = load.num_prompt_tokens + params.min_tokens
+    numbers[Column.MAX_KNOWN] = config.max_model_len if load.max_known is None else load.max_known
+    numbers[Column.MASKED] = masked
+    numbers[Column.NUM_BIASES] = len(bias_ids)
+    numbers[Column.WANTS_LOGPROBS] = params.logprobs is not None or params.prompt_logprobs is not None
+    numbers[Column.KEY : Column.KEY + 2] = seed_words(load.seed, load.sample_index).view(np.int32)
+    numbers[BIAS_IDS] = config.model.vocab_size
+    end_ids = _end_ids(load)[: END_IDS.stop - END_IDS.start]
+    for columns, ids in ((STOP_IDS, stop_ids), (END_IDS, end_ids), (BIAS_IDS, bias_ids)):
+        numbers[columns.start : columns.start + len(ids)] = ids
+    return numbers
 
 
 def load_slot(state: DeviceState, load: PackedLoad) -> DeviceState:
     """Fill one slot; the device half of `StepEngine.load_slot`."""
-    slot, known, computed, num_prompt, top_k, min_len, masked, num_biases, wants_logprobs, max_known = (
-        load.scalars
-    )
+    slot, known, computed, num_prompt = load.place
     counts_V = _count_tokens(load, state.counts.shape[1], known, num_prompt)
     sampling = state.sampling
     sampling = dataclasses.replace(
         sampling,
         floats=sampling.floats.at[slot].set(load.floats),
-        top_k=sampling.top_k.at[slot].set(top_k),
-        key=sampling.key.at[slot].set(load.key),
-        min_len=sampling.min_len.at[slot].set(min_len),
-        stop_ids=sampling.stop_ids.at[slot].set(load.stop_ids),
-        end_ids=sampling.end_ids.at[slot].set(load.end_ids),
-        max_known=sampling.max_known.at[slot].set(max_known),
-        bias_ids=sampling.bias_ids.at[slot].set(load.bias_ids),
-        bias_values=sampling.bias_values.at[slot].set(load.bias_values),
-        allowed=sampling.allowed.at[slot].set(load.allowed),
+        numbers=sampling.numbers.at[slot].set(load.numbers),
         # Masks after drafts are those of whoever had the slot before.
-        grammar=sampling.grammar.at[slot].set(jnp.uint32(0xFFFFFFFF)).at[slot, 0].set(load.grammar),
-        masked=sampling.masked.at[slot].set(masked != 0),
-        num_biases=sampling.num_biases.at[slot].set(num_biases),
-        wants_logprobs=sampling.wants_logprobs.at[slot].set(wants_logprobs != 0),
+        masks=sampling.masks.at[slot].set(jnp.uint32(0xFFFFFFFF)).at[slot, :2].set(load.masks),
     )
     return dataclasses.replace(
         state,
@@ -170,8 +169,8 @@ def load_masks(
     """Replace grammar masks; the device half of `StepEngine.load_masks`."""
     sampling = dataclasses.replace(
         state.sampling,
-        grammar=state.sampling.grammar.at[slots_X, ahead_X].set(masks_XW, mode="drop"),
-        masked=state.sampling.masked.at[slots_X].set(True, mode="drop"),
+        masks=state.sampling.masks.at[slots_X, 1 + ahead_X].set(masks_XW, mode="drop"),
+        numbers=state.sampling.numbers.at[slots_X, Column.MASKED].set(1, mode="drop"),
     )
     return dataclasses.replace(state, sampling=sampling)
 
@@ -238,7 +237,8 @@ def _count_tokens(load: PackedLoad, vocab: int, known: jax.Array, num_prompt: ja
         return jnp.zeros((vocab,), jnp.int32).at[load.tokens].add(answered) + prompted * PROMPT_FLAG
 
     neutral = jnp.array([1.0, 0.0, 0.0], jnp.float32)
-    return jax.lax.cond(jnp.any(load.floats[3:] != neutral), count, lambda: jnp.zeros((vocab,), jnp.int32))
+    penalties = load.floats[FLOAT_FIELDS.index("repetition_penalty") : len(FLOAT_FIELDS)]
+    return jax.lax.cond(jnp.any(penalties != neutral), count, lambda: jnp.zeros((vocab,), jnp.int32))
 
 
 def _end_ids(load: SlotLoad) -> list[int]:

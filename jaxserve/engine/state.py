@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import enum
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -22,41 +24,78 @@ FLOAT_FIELDS = (
     "presence_penalty",
     "frequency_penalty",
 )
+"""Columns of `SlotSampling.floats`; those of biases follow."""
+NUM_FLOATS = len(FLOAT_FIELDS) + MAX_BIASES
+
+
+class Column(enum.IntEnum):
+    """Columns of `SlotSampling.numbers`; lists of ids follow."""
+
+    TOP_K = 0
+    """0 for all."""
+    MIN_LEN = enum.auto()
+    """Known tokens below which no stop id is sampled."""
+    MAX_KNOWN = enum.auto()
+    """Known tokens with which the answer is at its longest."""
+    MASKED = enum.auto()
+    """1 if any bit of the slot's masks is clear."""
+    NUM_BIASES = enum.auto()
+    WANTS_LOGPROBS = enum.auto()
+    """1 if it does."""
+    KEY = enum.auto()
+    """From the request's seed and its sample's index: this one's 32 bits and the next one's."""
+
+
+_FIRST_ID, _NUM_ENDS = Column.KEY + 2, MAX_STOP_IDS + MAX_EOS_IDS
+STOP_IDS = slice(_FIRST_ID, _FIRST_ID + _NUM_ENDS)
+"""Columns of ids withheld below the least length, -1 where unused."""
+END_IDS = slice(STOP_IDS.stop, STOP_IDS.stop + _NUM_ENDS)
+"""Columns of ids that end the answer, -1 where unused."""
+BIAS_IDS = slice(END_IDS.stop, END_IDS.stop + MAX_BIASES)
+"""Columns of ids that have a bias, V (out of range) where unused."""
+NUM_NUMBERS = BIAS_IDS.stop
 
 
 @flax.struct.dataclass
 class SlotSampling:
-    """How each slot samples. N + 1 rows: the last is the padding's."""
+    """How each slot samples. N + 1 rows: the last is the padding's.
+
+    Few arrays: a step's call takes a microsecond and more for each, on a processor whose caches the weights
+    have just passed through.
+    """
 
     floats: jax.Array
-    """[N + 1, 6] float32, in the order of FLOAT_FIELDS."""
-    top_k: jax.Array
-    """[N + 1] int32, 0 for all."""
-    key: jax.Array
-    """[N + 1, 2] uint32, from the request's seed and its sample's index."""
-    min_len: jax.Array
-    """[N + 1] int32 known tokens below which no stop id is sampled."""
-    stop_ids: jax.Array
-    """[N + 1, MAX_STOP_IDS + MAX_EOS_IDS] int32 ids withheld below min_len, -1 where unused."""
-    end_ids: jax.Array
-    """[N + 1, MAX_STOP_IDS + MAX_EOS_IDS] int32 ids that end the answer, -1 where unused."""
-    max_known: jax.Array
-    """[N + 1] int32 known tokens with which the answer is at its longest."""
-    bias_ids: jax.Array
-    """[N + 1, MAX_BIASES] int32, V (out of range) where unused."""
-    bias_values: jax.Array
-    """[N + 1, MAX_BIASES] float32."""
-    allowed: jax.Array
-    """[N + 1, ceil(V / 32)] uint32, a bit for each token that the request lets be sampled."""
-    grammar: jax.Array
-    """[N + 1, 1 + K, ceil(V / 32)] uint32, a bit for each token that its grammar lets come next, and after
-    each of its K drafts at most."""
-    masked: jax.Array
-    """[N + 1] bool, whether any bit of `allowed` or `grammar` is clear."""
-    num_biases: jax.Array
-    """[N + 1] int32."""
-    wants_logprobs: jax.Array
-    """[N + 1] bool."""
+    """[N + 1, NUM_FLOATS] float32, in the order of FLOAT_FIELDS; then the values of biases."""
+    numbers: jax.Array
+    """[N + 1, NUM_NUMBERS] int32, by Column, STOP_IDS, END_IDS, BIAS_IDS."""
+    masks: jax.Array
+    """[N + 1, 2 + K, ceil(V / 32)] uint32, a bit for each token that the request lets be sampled; a bit for
+    each that its grammar lets come next; and after each of its K drafts at most."""
+
+    def number(self, slot_R: jax.Array, column: Column) -> jax.Array:
+        """[R] int32 that of each slot."""
+        return self.numbers[slot_R, column]
+
+    def is_set(self, slot_R: jax.Array, column: Column) -> jax.Array:
+        """[R] bool whether that of each slot is not 0."""
+        return self.number(slot_R, column) != 0
+
+    def ids(self, slot_R: jax.Array, columns: slice) -> jax.Array:
+        """[R, columns] int32 those of each slot."""
+        return self.numbers[:, columns][slot_R]
+
+    def key(self, slot_R: jax.Array) -> jax.Array:
+        """[R, 2] uint32."""
+        words_R2 = self.ids(slot_R, slice(Column.KEY, Column.KEY + 2))
+        return jax.lax.bitcast_convert_type(words_R2, jnp.uint32)
+
+    def bias_values(self, slot_R: jax.Array) -> jax.Array:
+        """[R, MAX_BIASES] float32."""
+        return self.floats[:, len(FLOAT_FIELDS) :][slot_R]
+
+    def allowed(self, slot_R: jax.Array, ahead_R: jax.Array | int) -> jax.Array:
+        """[R, ceil(V / 32)] uint32 a bit for each token that may come after so many drafts."""
+        return self.masks[slot_R, 0] & self.masks[slot_R, 1 + ahead_R]
 
 
 @flax.struct.dataclass
@@ -97,22 +136,12 @@ class DeviceState:
 def make_state(config: EngineConfig, layouts: tuple[PageLayout, ...]) -> DeviceState:
     """An empty state."""
     rows, vocab = config.num_slots + 1, config.model.vocab_size
-    stop_width = MAX_STOP_IDS + MAX_EOS_IDS
+    numbers = jnp.zeros((rows, NUM_NUMBERS), jnp.int32)
+    numbers = numbers.at[:, STOP_IDS].set(-1).at[:, END_IDS].set(-1).at[:, BIAS_IDS].set(vocab)
     sampling = SlotSampling(
-        floats=jnp.zeros((rows, len(FLOAT_FIELDS)), jnp.float32),
-        top_k=jnp.zeros((rows,), jnp.int32),
-        key=jnp.zeros((rows, 2), jnp.uint32),
-        min_len=jnp.zeros((rows,), jnp.int32),
-        stop_ids=jnp.full((rows, stop_width), -1, jnp.int32),
-        end_ids=jnp.full((rows, stop_width), -1, jnp.int32),
-        max_known=jnp.zeros((rows,), jnp.int32),
-        bias_ids=jnp.full((rows, MAX_BIASES), vocab, jnp.int32),
-        bias_values=jnp.zeros((rows, MAX_BIASES), jnp.float32),
-        allowed=jnp.full((rows, mask_words(vocab)), 0xFFFFFFFF, jnp.uint32),
-        grammar=jnp.full((rows, 1 + config.max_drafts, mask_words(vocab)), 0xFFFFFFFF, jnp.uint32),
-        masked=jnp.zeros((rows,), jnp.bool_),
-        num_biases=jnp.zeros((rows,), jnp.int32),
-        wants_logprobs=jnp.zeros((rows,), jnp.bool_),
+        floats=jnp.zeros((rows, NUM_FLOATS), jnp.float32),
+        numbers=numbers,
+        masks=jnp.full((rows, 2 + config.max_drafts, mask_words(vocab)), 0xFFFFFFFF, jnp.uint32),
     )
     return DeviceState(
         cache=make_cache(config, layouts),

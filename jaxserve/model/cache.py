@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.config import EngineConfig, ModelConfig
-from jaxserve.model.stages import num_stages, stages_of
+from jaxserve.model.stages import stages_of
 from pallas_kernels.page_layout import PageLayout
+from sharding import PIPE
 
 _CPU_STORAGE = {"bfloat16": "uint16", "float8_e4m3fn": "uint8"}
 
@@ -90,7 +91,7 @@ def draft_layouts(config: EngineConfig, layouts: tuple[PageLayout, ...]) -> tupl
 
 def make_cache(config: EngineConfig, layouts: tuple[PageLayout, ...]) -> Cache:
     """Zeroed pools for every group."""
-    number_of_stages = num_stages(config)
+    number_of_stages = dict(config.mesh).get(PIPE, 1)
     places = layer_places(stages_of(config.model, number_of_stages).model)
     groups: list[CacheGroup] = []
     for number, layout in enumerate(layouts):

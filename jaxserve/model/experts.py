@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -10,11 +11,19 @@ from jax.sharding import Mesh
 
 from jaxserve.config import ModelConfig
 from jaxserve.model.layers import Weight, product_flat
-from jaxserve.model.parameters import EXPERT_NAMES, expert_parameters
+from jaxserve.model.parameters import EXPERT_NAMES, ParameterInfo, expert_parameters
 from jaxserve.model.spread import cut_by, weight_specs
 from pallas_kernels.gated_activation import gated_activation
 from pallas_kernels.grouped_mlp import grouped_mlp
-from sharding import inside_shard, per_shard, shard_index, shard_sum
+from sharding import (
+    from_all_replicas,
+    inside_shard,
+    per_shard,
+    replica_index,
+    shard_index,
+    shard_sum,
+    sum_to_replicas,
+)
 
 
 def route(x_TD: jax.Array, router_ED: jax.Array, model: ModelConfig) -> tuple[jax.Array, jax.Array]:
@@ -41,6 +50,7 @@ def expert_mlp(
     *,
     tile_rows: int,
     mesh: Mesh | None = None,
+    num_here: int | None = None,
 ) -> jax.Array:
     """`[T, D]`: each row through its experts, weighted.
 
@@ -53,14 +63,27 @@ def expert_mlp(
         tile_rows: rows of one expert multiplied at a time.
         mesh: the devices over which the experts are spread; each runs its own, or its slice of each, and the
             results are added up.
+        num_here: experts that these devices have, where replicas share them out (`experts_of_replica`): each
+            replica runs its own on the rows of all, and gets the sum of what becomes of its rows. None: all.
     """
     expert_Tk, weight_Tk = route(x_TD, router_ED, model)
     # Padding chooses an expert that no device has.
     expert_Tk = jnp.where(valid_T[:, None], expert_Tk, model.num_experts)
-    infos = [expert_parameters(model)[name] for name in EXPERT_NAMES]
+    num_here = num_here or model.num_experts
+    shared = num_here < model.num_experts
+    if shared:
+        x_TD, expert_Tk, weight_Tk = _of_all_replicas(x_TD, expert_Tk, weight_Tk)
+        expert_Tk -= replica_index() * num_here
+    infos = [_with_experts(expert_parameters(model)[name], num_here) for name in EXPERT_NAMES]
+    run_own = functools.partial(
+        _own_experts,
+        model=model,
+        tile_rows=tile_rows,
+        mesh=mesh,
+        axis=cut_by(infos[0], mesh).axes[0],
+        shared=shared,
+    )
     layer = jnp.asarray(layer, jnp.int32)
-    axis = cut_by(infos[0], mesh).axes[0]
-    run_own = functools.partial(_own_experts, model=model, tile_rows=tile_rows, mesh=mesh, axis=axis)
     if inside_shard(mesh):
         return run_own(x_TD, expert_Tk, weight_Tk, gate_up_LE2FD, down_LEDF, layer)
     specs = [
@@ -82,10 +105,12 @@ def _own_experts(
     tile_rows: int,
     mesh: Mesh | None,
     axis: str | None,
+    shared: bool,
 ) -> jax.Array:
     """`[T, D]`: the sum over all devices, each of which sees its part of the experts.
 
-    `axis` is the logical one that tells which experts a device has.
+    `axis` is the logical one that tells which experts a device has. `shared`: rows are those of all replicas,
+    of which this one's come back.
     """
     num_own = jax.tree.leaves(gate_up_LE2FD)[0].shape[1]
     expert_M = expert_Tk.reshape(-1) - shard_index(axis or "", mesh) * num_own
@@ -105,7 +130,24 @@ def _own_experts(
         activate=functools.partial(gated_activation, activation=model.activation),
         tile_rows=tile_rows,
     )
-    return shard_sum(out_TD.astype(x_TD.dtype), "experts", mesh)
+    out_TD = out_TD.astype(x_TD.dtype)
+    # Replicas first, so that the other devices have fewer rows to add up.
+    return shard_sum(sum_to_replicas(out_TD) if shared else out_TD, "experts", mesh)
+
+
+def _of_all_replicas(
+    x_TD: jax.Array, expert_Tk: jax.Array, weight_Tk: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The rows of all replicas, and what they have chosen, in two exchanges."""
+    bits_Tk = jax.lax.bitcast_convert_type(weight_Tk, jnp.int32)
+    chosen_T2k = from_all_replicas(jnp.concatenate([expert_Tk, bits_Tk], axis=1))
+    expert_Tk, bits_Tk = jnp.split(chosen_T2k, 2, axis=1)
+    return from_all_replicas(x_TD), expert_Tk, jax.lax.bitcast_convert_type(bits_Tk, jnp.float32)
+
+
+def _with_experts(info: ParameterInfo, num_experts: int) -> ParameterInfo:
+    """The parameter of so many, which come first."""
+    return dataclasses.replace(info, shape=(num_experts, *info.shape[1:]))
 
 
 def _joined(stack: Weight) -> Weight:

@@ -21,10 +21,8 @@ from jax.sharding import Mesh
 from jaxserve.config import LayerKind
 from jaxserve.model.cache import CACHE_AXES, Cache
 from jaxserve.model.rows import Rows, part_of_rows
+from jaxserve.sizes import num_parts
 from sharding import from_shard_before, num_shards, per_shard, shard_index, shard_sum
-
-ROWS_OF_A_PART = {"cpu": 16, "tpu": 256, "gpu": 256}
-"""Below which a part takes nearly as long as one of so many rows: the matrices must be read either way."""
 
 HANDED_AXES = ("stages", None, None)
 """Of what stages hand on, as it waits for the next tick."""
@@ -49,14 +47,6 @@ class Pipeline:
     """Has stages."""
 
 
-def num_parts(num_rows: int, num_stages: int, platform: str) -> int:
-    """Into how many parts a step's rows are best cut: the more, the less stages wait for each other, until
-    the parts are so small that each takes as long as a larger one."""
-    least = ROWS_OF_A_PART[platform]
-    wanted = min(2 * num_stages, num_rows // least)
-    return next((parts for parts in range(wanted, 1, -1) if num_rows % parts == 0), 1)
-
-
 def run_stages(
     pipeline: Pipeline,
     cache: Cache,
@@ -65,7 +55,7 @@ def run_stages(
     ropes: Ropes,
     keep_R: jax.Array | None,
     *,
-    parts: int,
+    platform: str,
     single: bool,
 ) -> tuple[jax.Array, Cache]:
     """Hidden states after the last stage, on all devices, and the caches with all stages' tokens written.
@@ -75,10 +65,12 @@ def run_stages(
         cache, x_TD, rows: as of `Transformer.forward`.
         ropes: the rotary tables of all rows.
         keep_R: int32 the rows whose hidden states are wanted; None for all.
-        parts: `num_parts`; divides the rows.
+        platform: of the devices, by which rows are cut into parts.
         single: every sequence has exactly one row.
     """
     mesh, stages = pipeline.mesh, num_shards("stages", pipeline.mesh)
+    # One row of each sequence costs the reading of all matrices, in however many parts.
+    parts = 1 if single else num_parts(x_TD.shape[0], stages, platform)
     size = x_TD.shape[0] // parts
 
     def own(

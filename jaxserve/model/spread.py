@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
+import jax
 from jax.sharding import PartitionSpec
 
-from jaxserve.config import ModelConfig
+from jaxserve.config import EngineConfig, ModelConfig
 from jaxserve.model.parameters import ParameterInfo, layer_parameters
 from jaxserve.model.stages import stages_of
 from jaxserve.quantization.stacked import StackedWeight
 from jaxserve.quantization.weight import QuantisedWeight, regrouped
-from sharding import AnyMesh, num_shards, partition_spec, shard_size
+from sharding import DATA, EXPERT, TENSOR, AnyMesh, num_shards, partition_spec, shard_size
 
 
 def repeat_kv_heads(model: ModelConfig, num_devices: int) -> ModelConfig:
@@ -34,14 +36,39 @@ def repeat_kv_heads(model: ModelConfig, num_devices: int) -> ModelConfig:
     return dataclasses.replace(model, num_kv_heads=num_devices)
 
 
+def experts_of_replica(model: ModelConfig, mesh: Mapping[str, int]) -> int:
+    """Experts that the devices of one replica have: their share, where the rest of the mesh cuts that as it
+    would all of them, whole or in slices, or else all.
+
+    `mesh`: the sizes of its axes.
+    """
+    share, rest = divmod(model.num_experts, mesh.get(DATA, 1))
+    tensor, expert = mesh.get(TENSOR, 1), mesh.get(EXPERT, 1)
+    sliced = share % expert == 0 and model.expert_intermediate_size % tensor == 0
+    return share if rest == 0 and (share % (tensor * expert) == 0 or sliced) else model.num_experts
+
+
+def shares_experts(config: EngineConfig) -> bool:
+    """Whether no replica computes a layer of experts without the others."""
+    return experts_of_replica(config.model, dict(config.mesh)) < config.model.num_experts
+
+
 def cut_by(info: ParameterInfo, mesh: AnyMesh | None) -> ParameterInfo:
-    """A parameter whose experts, if there are too few for every device to have whole ones, are sliced."""
+    """A parameter whose experts are cut as they can be: see the rules of `experts` and what follows them."""
     if "experts" not in info.axes:
         return info
-    if info.shape[info.axes.index("experts")] % num_shards("experts", mesh) == 0:
-        return info
-    sliced = {"experts": "sliced_experts", "expert_mlp": "expert_slice"}
-    axes = tuple(sliced.get(axis, axis) if axis is not None else None for axis in info.axes)
+    num_experts, width = (info.shape[info.axes.index(axis)] for axis in ("experts", "expert_mlp"))
+    for experts, slices in (
+        ("experts", "expert_mlp"),
+        ("sliced_experts", "expert_slice"),
+        ("own_experts", "expert_mlp"),
+    ):
+        if num_experts % num_shards(experts, mesh) == 0 and width % num_shards(slices, mesh) == 0:
+            break
+    else:
+        experts, slices = "own_sliced_experts", "expert_slice"
+    names = {"experts": experts, "expert_mlp": slices}
+    axes = tuple(names.get(axis, axis) if axis is not None else None for axis in info.axes)
     return dataclasses.replace(info, axes=axes)
 
 
@@ -49,13 +76,13 @@ def weight_specs(entry: Any, info: ParameterInfo, mesh: AnyMesh | None) -> Any:
     """A tree of PartitionSpec in the form of one parameter, of a stack of them, or of a tuple.
 
     Args:
-        entry: arrays or their shapes, quantised or not.
+        entry: arrays or their shapes, quantised or not; of experts, inside a replica, those that it has.
         info: of one layer's.
         mesh: the devices.
 
     Raises ValueError, naming the axis and the sizes, where the mesh does not divide an array.
     """
-    info = cut_by(info, mesh)
+    info = cut_by(_as_here(info, entry), mesh)
     if isinstance(entry, StackedWeight):
         # Inputs, one axis, are cut as the first of those that they were.
         outputs, inputs = info.axes[: -info.num_input_axes], info.first_input_axis
@@ -75,6 +102,15 @@ def weight_specs(entry: Any, info: ParameterInfo, mesh: AnyMesh | None) -> Any:
         None if entry.zeros is None else _array_specs(entry.zeros, axes, mesh),
         entry.format,
     )
+
+
+def _as_here(info: ParameterInfo, entry: Any) -> ParameterInfo:
+    """A parameter with as many experts as there are of it."""
+    if "experts" not in info.axes:
+        return info
+    axis, size = info.axes.index("experts"), list(info.shape)
+    size[axis] = jax.tree.leaves(entry)[0].shape[axis - len(size)]
+    return dataclasses.replace(info, shape=tuple(size))
 
 
 def segment_specs(segments: Any, model: ModelConfig, mesh: AnyMesh) -> Any:

@@ -13,8 +13,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxserve.config import EngineConfig, ModelConfig
-from sharding import PIPE
+from jaxserve.config import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -34,11 +33,6 @@ class Stages:
     def num_layers(self) -> int:
         """That all stages have, padding included."""
         return len(self.layers) * self.model.num_layers
-
-
-def num_stages(config: EngineConfig) -> int:
-    """Into how many stages the mesh cuts the model; 1 for none."""
-    return dict(config.mesh).get(PIPE, 1)
 
 
 @functools.cache

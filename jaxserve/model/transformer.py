@@ -26,9 +26,9 @@ from jaxserve.model.layer_weights import LayerWeights
 from jaxserve.model.layers import apply_rope, rope_kind, rope_tables
 from jaxserve.model.parameters import EXPERT_NAMES, layer_parameters
 from jaxserve.model.peaks import Peaks, SegmentPeaks, raise_peaks
-from jaxserve.model.pipeline import Pipeline, Ropes, num_parts, run_stages, run_tick
+from jaxserve.model.pipeline import Pipeline, Ropes, run_stages, run_tick
 from jaxserve.model.rows import Rows
-from jaxserve.model.spread import segment_specs, weight_specs
+from jaxserve.model.spread import experts_of_replica, segment_specs, weight_specs
 from jaxserve.model.stages import stages_of
 from jaxserve.model.vocabulary import embed, head_logits
 from pallas_kernels.dispatch import Target
@@ -151,10 +151,8 @@ class Transformer:
     ) -> tuple[jax.Array, Cache]:
         """Through the layers as a pipeline."""
         x_TD, ropes = self._enter(params, token_T, rows)
-        # One row of each sequence costs the reading of all matrices, in however many parts.
-        parts = 1 if single else num_parts(x_TD.shape[0], self.num_stages, self.target.platform)
-        pipeline = self._pipeline(params, single)
-        return run_stages(pipeline, cache, x_TD, rows, ropes, keep_R, parts=parts, single=single)
+        pipeline, platform = self._pipeline(params, single), self.target.platform
+        return run_stages(pipeline, cache, x_TD, rows, ropes, keep_R, platform=platform, single=single)
 
     def tick(
         self, params: Params, cache: Cache, token_S: jax.Array, handed_NSD: jax.Array, rows: Rows
@@ -199,10 +197,9 @@ class Transformer:
 
     def logits(self, params: Params, x_RD: jax.Array) -> jax.Array:
         """Float32 `[R, V]` of some rows' hidden states."""
-        model = self.model
         normed_RD = self._norm(x_RD, params["final_norm"])
-        table_VD = params["embed" if model.tie_embeddings else "head"]
-        return head_logits(table_VD, normed_RD, model, self.mesh, self.target)
+        table_VD = params["embed" if self.model.tie_embeddings else "head"]
+        return head_logits(table_VD, normed_RD, self.model, self.mesh, self.target)
 
     def _norm(self, x: jax.Array, weight: jax.Array) -> jax.Array:
         return rms_norm(x, weight, **self._norm_settings)
@@ -282,6 +279,7 @@ class Transformer:
                 model,
                 tile_rows=16 if self.config.deterministic else min(16, x_TD.shape[0]),
                 mesh=self.mesh,
+                num_here=experts_of_replica(model, dict(self.config.mesh)),
             )
         else:
             mlp = self._per_shard(self._own_mlp, _MLP_NAMES, kind, layer, in_axes=((),), out_axes=())

@@ -98,8 +98,9 @@ class Engine:
         return seconds
 
     def decode_seconds(self, batch: int, context: int) -> float:
-        """Of a token when so many sequences of so many tokens decode together."""
-        shape = self.limits.fit(batch, batch, batch, decode=True)
+        """Of a token when so many sequences of so many tokens decode together, spread over replicas."""
+        own = -(-batch // self.limits.num_replicas)
+        shape = self.limits.fit(own, own, own, decode=True)
         return self.steps.step_seconds(shape, np.full(batch, context - 1), np.ones(batch, np.int64))
 
 
@@ -138,7 +139,8 @@ class Outcome:
         waiting = timeline.waiting > 0
         if not waiting.any():
             return False
-        scarce = (timeline.free_pages < _SCARCE_PAGES * np.array(limits.num_pages)).any(axis=1)
+        num_pages = limits.num_replicas * np.array(limits.num_pages)
+        scarce = (timeline.free_pages < _SCARCE_PAGES * num_pages).any(axis=1)
         return bool((scarce & (timeline.running < limits.num_slots))[waiting].mean() > 0.5)
 
 

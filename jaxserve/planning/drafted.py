@@ -43,6 +43,7 @@ class DraftedSteps:
         if max_drafts < 1:
             raise ValueError(f"max_drafts {max_drafts} is below 1")
         self._cost = cost
+        self._num_replicas = limits.num_replicas
         self._rows = sorted({*DRAFT_ROWS, *(shape.rows for shape in limits.chunk_shapes)})
         self._acceptance = acceptance
         self._max_drafts = max_drafts
@@ -80,7 +81,7 @@ class DraftedSteps:
             self._chosen[key] = worthwhile_counts(
                 [self._acceptance] * num,
                 [self._max_drafts] * num,
-                max(min(num * self._max_drafts, self._rows[-1] - num), 0),
+                max(min(num * self._max_drafts, self._num_replicas * self._rows[-1] - num), 0),
                 self._timer(shape, starts_S),
                 num_decoding=num,
             )
@@ -99,9 +100,10 @@ class DraftedSteps:
         return lambda drafts, _most: of_shape(self._verify_shape(num, drafts)) if drafts else plain
 
     def _verify_shape(self, num_sequences: int, num_drafts: int) -> StepShape:
-        needed = num_sequences + num_drafts
+        """Of each replica, which has its part of both."""
+        needed = -(-(num_sequences + num_drafts) // self._num_replicas)
         rows = next(rung for rung in self._rows if rung >= needed)
-        return StepShape(rows, num_sequences, rows)
+        return StepShape(rows, -(-num_sequences // self._num_replicas), rows)
 
     def _expected_tokens(self, drafts_S: Counts) -> float:
         """Of a step: one a sequence, and each draft if it and all before it are accepted."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from jaxserve.config import ModelConfig
 from jaxserve.model.parameters import layer_parameters
+from jaxserve.planning.meshes import ALONE, ChipMesh
 
 WEIGHT_BYTES = {
     "float32": 4.0,
@@ -33,6 +34,8 @@ class Footprint:
     """All of them, the embedding once where it is tied."""
     dense_weights: int
     """Weights of the layers' matrices, experts aside, that every row is multiplied with."""
+    attention_weights: int
+    """Those of them that make queries, keys, values and the sum of the heads."""
     expert_weights: int
     """Weights of all experts of all layers; a row is multiplied with `experts_per_token` of `num_experts`."""
     head_weights: int
@@ -41,7 +44,7 @@ class Footprint:
     @classmethod
     def of(cls, model: ModelConfig) -> Footprint:
         """Count the parameters that a model declares."""
-        dense = experts = others = 0
+        dense = attention = experts = others = 0
         for kind in model.layers:
             for name, info in layer_parameters(model, kind).items():
                 size = math.prod(info.shape)
@@ -49,28 +52,34 @@ class Footprint:
                     experts += size
                 elif len(info.shape) > 1 and not name.endswith("bias"):
                     dense += size
+                    attention += size if "kv_heads" in info.axes else 0
                 else:
                     others += size
         table = model.vocab_size * model.hidden_size
         num_tables = 1 if model.tie_embeddings else 2
         total = dense + experts + others + num_tables * table + model.hidden_size
-        return cls(model, total, dense, experts, table)
+        return cls(model, total, dense, attention, experts, table)
 
     def weight_bytes(self, weight_format: str) -> float:
         """Bytes of all parameters, whose matrices are in a format. Raises ValueError for an unknown one."""
         return self.num_parameters * bytes_per_weight(weight_format)
 
-    def active_weights(self) -> float:
-        """Weights that one row is multiplied with on its way through the layers."""
-        return self.dense_weights + self.expert_weights * self._expert_share
+    def active_weights(self, mesh: ChipMesh = ALONE) -> float:
+        """Weights that one row is multiplied with on its way through the layers, by one chip of those that
+        a mesh has along `tensor` and `expert`."""
+        return self._of_a_chip(self._expert_share, mesh)
 
-    def touched_weights(self, num_rows: int) -> float:
+    def touched_weights(self, num_rows: float, mesh: ChipMesh = ALONE) -> float:
         """Weights that a step of so many rows reads: all dense ones, and the experts that any row chose.
 
-        Rows are taken to choose experts independently and evenly.
+        Rows are taken to choose experts independently and evenly. `mesh`: as of `active_weights`.
         """
-        untouched = (1.0 - self._expert_share) ** num_rows
-        return self.dense_weights + self.expert_weights * (1.0 - untouched)
+        return self._of_a_chip(1.0 - (1.0 - self._expert_share) ** num_rows, mesh)
+
+    def _of_a_chip(self, share: float, mesh: ChipMesh) -> float:
+        """Its part, with a share of the experts."""
+        others = self.dense_weights - self.attention_weights + share * self.expert_weights
+        return self.attention_weights / mesh.tensor + others / mesh.across
 
     @property
     def _expert_share(self) -> float:

@@ -91,6 +91,8 @@ class Row:
     precision: str
     mesh: int
     """Chips of one engine."""
+    axes: str
+    """How they share its work, as `--mesh` of a server takes it."""
     acceptance: float | None
     memory: Memory
     bound: Bound
@@ -123,3 +125,8 @@ class Row:
     @property
     def chips(self) -> int:
         return self.mesh * self.engines
+
+    @property
+    def mesh_name(self) -> str:
+        """The number of chips where they all lie along `tensor`, as usual."""
+        return str(self.mesh) if self.axes == f"tensor={self.mesh}" else self.axes

@@ -155,7 +155,7 @@ def _table(rows: Sequence[Row], demand: Demand) -> str:
     lines = [[*head, "bound by"]]
     for row in rows:
         accepted = "-" if row.acceptance is None else f"{row.acceptance:.0%}"
-        cells = [row.precision, str(row.mesh), accepted, f"{row.memory.weight_bytes / GIB:.2f} GiB"]
+        cells = [row.precision, row.mesh_name, accepted, f"{row.memory.weight_bytes / GIB:.2f} GiB"]
         cells += [str(row.memory.largest_batch), _seconds(row.prefill_seconds)]
         cells += [_seconds(row.decode_seconds), _seconds(row.batch_decode_seconds), f"{row.goodput:.3g}"]
         cells += [str(row.engines) if row.serves else "-", str(row.chips) if row.serves else "-"]
@@ -168,7 +168,8 @@ def _table(rows: Sequence[Row], demand: Demand) -> str:
 
 def _label(row: Row) -> str:
     drafts = "" if row.acceptance is None else f", drafts of which {row.acceptance:.0%} are accepted"
-    return f"{row.precision} on {_chips(row.mesh)}{drafts}"
+    along = "" if row.mesh_name.isdecimal() else f" as {row.axes}"
+    return f"{row.precision} on {_chips(row.mesh)}{along}{drafts}"
 
 
 def _chips(number: int) -> str:

@@ -15,6 +15,8 @@ from jaxserve.planning.traces import Trace
 from jaxserve.planning.virtual_engine import MEMORY_SHARE, virtual_limits
 
 SECONDS_AN_HOUR = 3600.0
+_ALIKE = 0.02
+"""Part by which two modelled figures may differ and say nothing."""
 
 
 def plan(
@@ -33,17 +35,41 @@ def best_row(rows: Sequence[Row]) -> Row | None:
     return min(serving, key=lambda row: (row.chips / row.output_rate, row.tpot_p95), default=None)
 
 
+def shortlist(candidates: Sequence[Candidate], demand: Demand, sizes: Sizes) -> list[Candidate]:
+    """Of ways to use as many chips those that no other beats: in the room for sequences, the time to prefill
+    a prompt, the time of a token alone, and tokens a second with as many at once as there are slots or room.
+    None where the model fits none of them."""
+    kept: list[tuple[Candidate, tuple[float, ...]]] = []
+    for candidate in candidates:
+        try:
+            engine = make_engine(candidate, sizes)
+        except ValueError:
+            continue
+        row = _with_step_times(_empty_row(candidate, demand, sizes), engine, demand.trace)
+        times = row.prefill_seconds, row.decode_seconds, row.batch_decode_seconds / row.batch
+        own = (1 / row.batch, *times)
+        if not any(_as_good(other, own) for _, other in kept):
+            kept = [(one, other) for one, other in kept if not _as_good(own, other)]
+            kept.append((candidate, own))
+    return [candidate for candidate, _ in kept]
+
+
+def _as_good(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
+    """Whether it costs nowhere more than another, by more than such figures are good for."""
+    return all(mine <= (1 + _ALIKE) * theirs for mine, theirs in zip(one, other, strict=True))
+
+
 def memory_of(candidate: Candidate, sizes: Sizes, sequence_tokens: int) -> Memory:
     """Where the bytes of one of a candidate's chips go, and how many sequences of a length they hold."""
     cost = candidate.cost
     footprint, model = cost.footprint, cost.footprint.model
-    weights = candidate.precision.stored_bytes(model, candidate.others) / cost.num_chips
-    shards = min(cost.num_chips, model.num_kv_heads)
+    weights = candidate.precision.stored_bytes(model, candidate.others, cost.mesh)
     sequence_bytes = 0.0
     for window in model.windows:
-        longest = window + sizes.max_chunk + sizes.num_slots if window else sequence_tokens
+        longest = window + sizes.max_chunk + sizes.num_slots // cost.mesh.data if window else sequence_tokens
         num_pages = -(-min(sequence_tokens, longest) // cost.page_size)
-        sequence_bytes += num_pages * footprint.page_bytes(cost.kv_format, cost.page_size, window) / shards
+        page_bytes = cost.stage.page_bytes(cost.kv_format, cost.page_size, window) / cost.kv_shards
+        sequence_bytes += num_pages * page_bytes
     room = MEMORY_SHARE * cost.chip.memory_bytes - weights
     return Memory(
         chip_bytes=cost.chip.memory_bytes,
@@ -54,7 +80,7 @@ def memory_of(candidate: Candidate, sizes: Sizes, sequence_tokens: int) -> Memor
             for window in model.windows
         ),
         sequence_tokens=sequence_tokens,
-        largest_batch=max(int(room // sequence_bytes), 0),
+        largest_batch=cost.mesh.data * max(int(room // sequence_bytes), 0),
     )
 
 
@@ -66,7 +92,7 @@ def make_engine(candidate: Candidate, sizes: Sizes) -> Engine:
         num_slots=sizes.num_slots,
         max_model_len=sizes.max_model_len,
         max_chunk=sizes.max_chunk,
-        weight_bytes=candidate.precision.stored_bytes(cost.footprint.model, candidate.others),
+        weight_bytes=candidate.precision.stored_bytes(cost.footprint.model, candidate.others, cost.mesh),
     )
     steps: Steps = cost
     if candidate.acceptance is not None:
@@ -81,14 +107,7 @@ def make_engine(candidate: Candidate, sizes: Sizes) -> Engine:
 
 
 def _plan_one(candidate: Candidate, demand: Demand, sizes: Sizes, on_run: Callable[[], object]) -> Row:
-    lengths = [one.prompt_tokens + one.output_tokens for one in demand.trace.requests]
-    row = Row(
-        precision=candidate.precision.name,
-        mesh=candidate.cost.num_chips,
-        acceptance=candidate.acceptance,
-        memory=memory_of(candidate, sizes, int(np.percentile(lengths, 95))),
-        bound="memory",
-    )
+    row = _empty_row(candidate, demand, sizes)
     try:
         engine = make_engine(candidate, sizes)
     except ValueError as error:
@@ -98,6 +117,18 @@ def _plan_one(candidate: Candidate, demand: Demand, sizes: Sizes, on_run: Callab
         return _with_burst(row, serve_at_once(engine, demand.trace, demand.target, demand.attainment), demand)
     capacity = find_capacity(engine, demand.trace, demand.target, demand.attainment, on_run)
     return _with_capacity(row, engine, capacity, demand, on_run)
+
+
+def _empty_row(candidate: Candidate, demand: Demand, sizes: Sizes) -> Row:
+    lengths = [one.prompt_tokens + one.output_tokens for one in demand.trace.requests]
+    return Row(
+        precision=candidate.precision.name,
+        mesh=candidate.cost.mesh.size,
+        axes=candidate.cost.mesh.name,
+        acceptance=candidate.acceptance,
+        memory=memory_of(candidate, sizes, int(np.percentile(lengths, 95))),
+        bound="memory",
+    )
 
 
 def _with_step_times(row: Row, engine: Engine, trace: Trace) -> Row:

@@ -77,7 +77,7 @@ def draw_plan(rows: Sequence[Row], limits: Target, path: str | Path) -> None:
     _draw_latencies(first, places, [row.ttft_p95 for row in rows], limits.ttft, "TTFT p95, seconds")
     _draw_latencies(each, places, [row.tpot_p95 for row in rows], limits.tpot, "TPOT p95, seconds")
     labels = [
-        f"{row.precision}, {row.mesh}"
+        f"{row.precision}, {row.mesh_name}"
         + ("" if row.acceptance is None else f", {row.acceptance:.0%} accepted")
         for row in rows
     ]

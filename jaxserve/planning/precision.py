@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxserve.config import FloatFormat, ModelConfig
 from jaxserve.model.parameters import model_parameters
+from jaxserve.model.stages import stages_of
+from jaxserve.planning.meshes import ALONE, ChipMesh
 from jaxserve.quantization import recipe_named
 
 
@@ -23,22 +25,27 @@ class Precision:
     recipe: str | None
     """A name of `jaxserve.quantization.RECIPES`; None for the floating-point formats."""
 
-    def stored_bytes(self, model: ModelConfig, others: FloatFormat) -> float:
-        """Of all of a model's parameters, scales included.
+    def stored_bytes(self, model: ModelConfig, others: FloatFormat, mesh: ChipMesh = ALONE) -> float:
+        """Of all of a model's parameters that a chip of a mesh has, scales included.
+
+        A matrix is cut evenly, with the keys' and values' part of heads that are there several times, and
+        layers with what is padding among those of a stage. Norms and routers are everywhere.
 
         `others`: the format of what a recipe leaves alone, norms, biases and routers aside.
         """
+        stage = stages_of(model, mesh.pipe).model
+        stage = replace(stage, num_kv_heads=max(model.num_kv_heads, mesh.tensor))
         recipe = recipe_named(self.recipe) if self.recipe else None
         plain = others if recipe else self.weight_format
-        total = 0
-        for name, info in model_parameters(model):
-            size = math.prod(info.shape)
+        total = 0.0
+        for name, info in model_parameters(stage):
+            size, parts = math.prod(info.shape), mesh.num_parts(info.axes)
             format = recipe.format_of(name) if recipe and not info.full_precision else None
             if format is not None:
                 num_inputs = math.prod(info.shape[-info.num_input_axes :])
-                total += format.num_bytes(size // num_inputs, num_inputs)
+                total += format.num_bytes(size // num_inputs, num_inputs) / parts
             else:
-                total += size * (2 if plain == "bfloat16" and not info.full_precision else 4)
+                total += size * (2 if plain == "bfloat16" and not info.full_precision else 4) / parts
         return total
 
 

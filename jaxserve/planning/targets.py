@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from jaxserve.config import ModelConfig
 from jaxserve.planning.chips import CHIPS, Chip, find_chip
 
 CPU = "cpu"
 _NAME = re.compile(r"([a-z0-9]+)(?:-(\d+))?")
-_MOST_CHIPS = 256
-_LARGEST_MESH = 8
-"""Chips of one engine where nobody asks for more: an NVLink domain, a TPU host."""
+MOST_CHIPS = 256
+USUAL_MESH = 8
+"""Chips of one engine where nobody asks for more and so many hold the model: an NVLink domain, a TPU host."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class PlanTarget:
                 "chips if there are only so many"
             )
         num_chips = None if match[2] is None else int(match[2])
-        if num_chips is not None and not 1 <= num_chips <= _MOST_CHIPS:
-            raise ValueError(f"target {name!r}: a plan is for 1 to {_MOST_CHIPS} chips")
+        if num_chips is not None and not 1 <= num_chips <= MOST_CHIPS:
+            raise ValueError(f"target {name!r}: a plan is for 1 to {MOST_CHIPS} chips")
         return cls(match[1], num_chips)
 
     @property
@@ -52,20 +52,7 @@ class PlanTarget:
         """The chip's peaks. Only for those that are known."""
         return find_chip(self.kind)
 
-    def meshes(self, model: ModelConfig, asked: list[int] | None) -> list[int]:
-        """Numbers of chips that one engine can have: by default all powers of two up to eight.
-
-        Raises ValueError for one that does not divide the model's KV heads, or that there are not.
-        """
-        available = self.num_chips or max(_LARGEST_MESH, *(asked or [1]))
-        if asked is None:
-            powers = [2**power for power in range(_LARGEST_MESH.bit_length())]
-            return [n for n in powers if n <= available and model.num_kv_heads % n == 0]
-        for number in asked:
-            if not 1 <= number <= available:
-                raise ValueError(f"a mesh of {number} chips is out of range: there are 1 to {available}")
-            if model.num_kv_heads % number:
-                raise ValueError(
-                    f"a mesh of {number} chips does not divide the model's {model.num_kv_heads} KV heads"
-                )
-        return asked
+    def mesh_sizes(self) -> Iterator[int]:
+        """Numbers of chips that one engine can have: powers of two."""
+        most = self.num_chips or MOST_CHIPS
+        return (2**power for power in range(most.bit_length()) if 2**power <= most)

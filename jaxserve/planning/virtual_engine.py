@@ -122,7 +122,8 @@ class VirtualEngine:
 
 
 def _most_logit_rows(limits: EngineLimits) -> int:
-    return max(shape.logit_rows for shape in limits.decode_shapes + limits.chunk_shapes)
+    shapes = limits.decode_shapes + limits.chunk_shapes
+    return limits.num_replicas * max(shape.logit_rows for shape in shapes)
 
 
 def virtual_limits(
@@ -136,36 +137,42 @@ def virtual_limits(
 ) -> EngineLimits:
     """What an engine on these chips would state: the pool fills what the weights leave of the memory.
 
-    `weight_bytes`: of the whole model; by default what the cost model's weight format makes of it. Shapes are
-    as the engine compiles them. Raises ValueError, with the bytes, for weights that
-    do not fit or a pool that cannot hold one sequence of `max_model_len`.
+    `num_slots` are those of all replicas; `weight_bytes` those of a chip, by default an even part of what the
+    cost model's weight format makes of the model. Shapes are as the engine compiles them; on stages a decode
+    step is one of all groups. Raises ValueError, with the bytes, for weights that do not fit or a pool that
+    cannot hold one sequence of `max_model_len`, and for slots that replicas do not divide.
     """
     footprint = cost.footprint
     model = footprint.model
     length = max_model_len or model.max_position
     if not 2 <= length <= model.max_position:
         raise ValueError(f"max_model_len {length} is out of range: the model takes 2 to {model.max_position}")
+    replicas = cost.mesh.data
+    if num_slots % replicas:
+        raise ValueError(f"{num_slots} slots are not divided by the {replicas} replicas of {cost.mesh.name}")
+    own_slots = num_slots // replicas
     if weight_bytes is None:
-        weight_bytes = footprint.weight_bytes(cost.weight_format)
+        weight_bytes = footprint.weight_bytes(cost.weight_format) / (cost.mesh.size / replicas)
     num_pages = _pool_pages(
         cost,
-        num_slots,
+        own_slots,
         length,
-        max_chunk + num_slots,
+        max_chunk + own_slots,
         usable=memory_share * cost.chip.memory_bytes,
-        weights=weight_bytes / cost.num_chips,
+        weights=weight_bytes,
     )
-    decode = ladder(1, num_slots)
-    chunk = chunk_ladder(num_slots, max(max_chunk, num_slots), on_cpu=cost.chip.is_cpu)
+    decode = ladder(1, own_slots)
+    chunk = chunk_ladder(own_slots, max(max_chunk, own_slots), on_cpu=cost.chip.is_cpu)
     return EngineLimits(
         num_slots=num_slots,
+        num_replicas=replicas,
         max_model_len=length,
         page_size=cost.page_size,
         num_pages=num_pages,
         windows=model.windows,
         vocab_size=model.vocab_size,
         decode_shapes=tuple(StepShape(rows, rows, rows, decode=True) for rows in decode),
-        chunk_shapes=tuple(StepShape(rows, min(rows, num_slots), min(rows, num_slots)) for rows in chunk),
+        chunk_shapes=tuple(StepShape(rows, min(rows, own_slots), min(rows, own_slots)) for rows in chunk),
         max_logprobs=1,
         eos_token_ids=(END_TOKEN,),
         copies_pages=True,
@@ -176,10 +183,9 @@ def _pool_pages(
     cost: CostModel, num_slots: int, length: int, step_rows: int, *, usable: float, weights: float
 ) -> tuple[int, ...]:
     """Pages of each cache group: what all slots could ever hold, or in proportion what the memory allows."""
-    footprint, model = cost.footprint, cost.footprint.model
-    shards = min(cost.num_chips, model.num_kv_heads)
-    page_bytes = [footprint.page_bytes(cost.kv_format, cost.page_size, w) / shards for w in model.windows]
-    longest = [min(length, window + step_rows) if window else length for window in model.windows]
+    windows = cost.footprint.model.windows
+    page_bytes = [cost.stage.page_bytes(cost.kv_format, cost.page_size, w) / cost.kv_shards for w in windows]
+    longest = [min(length, window + step_rows) if window else length for window in windows]
     whole = [num_slots * -(-tokens // cost.page_size) + 2 for tokens in longest]
     share = min(
         1.0, (usable - weights) / sum(pages * size for pages, size in zip(whole, page_bytes, strict=True))
@@ -189,7 +195,7 @@ def _pool_pages(
         pages - 1 < -(-tokens // cost.page_size) for pages, tokens in zip(num_pages, longest, strict=True)
     ):
         raise ValueError(
-            f"{cost.num_chips} x {cost.chip.name} has {usable:.3g} bytes a "
+            f"{cost.mesh.size} x {cost.chip.name} has {usable:.3g} bytes a "
             f"chip to use, of which the weights take {weights:.3g}; what is left does not hold a sequence "
             f"of {length} tokens: more chips, a smaller format or a smaller max_model_len would do"
         )

@@ -57,9 +57,12 @@ def _count(table: SlotTable, part: Round) -> None:
 
     While drafts are under way nothing else is planned: who has lost its slot meanwhile has ended.
     """
-    slots = part.cohort.slots[table.serial[part.cohort.slots] == part.cohort.serials]
+    slots = part.cohort.slots
+    if not table.in_place(part.cohort):
+        slots = slots[table.serial[slots] == part.cohort.serials]
+    index = table.index(slots)
     for column in (table.known, table.computed, table.pending):
-        column[slots] += 1
+        column[index] += 1
 
 
 def _take_late(table: SlotTable, part: Round, tokens: list[int], live: list[bool]) -> Arrivals:

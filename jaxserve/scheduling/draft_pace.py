@@ -27,6 +27,8 @@ class DraftPace:
     def __init__(self, limits: EngineLimits, *, adaptive: bool) -> None:
         self._limits = limits
         self._adaptive = adaptive
+        self._shapes: dict[tuple[int, int], StepShape] = {}
+        """By the sequences that decode and their drafts."""
         self._budget = DraftingBudget()
         self._debt = Debt()
         slowness = Slowness()
@@ -84,8 +86,13 @@ class DraftPace:
 
     def shape(self, num_decoding: int, num_drafts: int) -> StepShape | None:
         """Of a step that verifies so many drafts; None where there are none."""
-        rows = num_decoding + num_drafts
-        return self._limits.fit(rows, num_decoding, rows, False) if num_drafts else None
+        if not num_drafts:
+            return None
+        shape = self._shapes.get((num_decoding, num_drafts))
+        if shape is None:
+            rows = num_decoding + num_drafts
+            shape = self._shapes[num_decoding, num_drafts] = self._limits.fit(rows, num_decoding, rows, False)
+        return shape
 
     def seconds(self, num_decoding: int, shape: StepShape | None, num_rounds: int) -> float:
         """What a step is expected to take that verifies drafts in a shape, or for None has none: it was
@@ -137,6 +144,8 @@ class DraftPace:
         plain = self._plain.typical(kind)
         if overlapped:
             self._plain.observe(kind, seconds)
+            # No step that is waited for takes less, so none with more rows is taken to be for nothing.
+            self._waited.hint(kind, plain or seconds)
         elif plain and (waited := self._waited.typical(kind)):
             # Nothing overlapped with it, which is the price of having drafted before.
             self._budget.settle(min(0.0, 1.0 - waited / plain))

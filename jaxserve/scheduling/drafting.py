@@ -6,7 +6,6 @@ been collected; while it does not, steps overlap as ever, and drafting is tried 
 
 from __future__ import annotations
 
-import functools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -137,8 +136,7 @@ class Drafting:
         for step, pages in zip(steps, self._pages, strict=True):
             step.waited = True
             self._fill(step, pages)
-        if self._num_verifications > num_before:
-            self._trials_left = max(0, self._trials_left - 1)
+        self._trials_left = max(0, self._trials_left - (self._num_verifications - num_before))
 
     def _fill(self, step: StepBuilder, pages: RunningPages) -> None:
         proposals = self._propose(step)
@@ -220,14 +218,15 @@ class Drafting:
         num_decoding, in_engine = len(step.decoding), self._speculation.in_engine
         adapts = self._speculation.adaptive
 
-        @functools.cache
-        def of_shape(shape: StepShape | None, num_rounds: int) -> float:
-            return self._pace.seconds(num_decoding, shape, num_rounds)
+        known: dict[tuple[StepShape | None, int], float] = {}
 
         def seconds(num_drafts: int, longest: int) -> float:
             if not adapts:
                 return 1.0
-            return of_shape(self._pace.shape(num_decoding, num_drafts), longest if in_engine else 0)
+            kind = self._pace.shape(num_decoding, num_drafts), longest if in_engine else 0
+            if kind not in known:
+                known[kind] = self._pace.seconds(num_decoding, *kind)
+            return known[kind]
 
         return worthwhile_counts(
             [self._rate(one.follower) for one in proposals],

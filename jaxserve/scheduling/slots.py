@@ -35,7 +35,9 @@ class Cohort:
     has_stop_ids: BoolArray
 
     def select(self, index: npt.NDArray[np.intp]) -> Cohort:
-        """Those of the cohort at these places in it."""
+        """Those of the cohort at these places in it, in its order."""
+        if len(index) == len(self.requests):
+            return self
         return Cohort(
             self.slots[index],
             self.serials[index],

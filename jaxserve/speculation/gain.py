@@ -84,7 +84,8 @@ class StepSeconds:
         self._usual: dict[StepKind, float] = {}
         """The medians of these."""
         self._has_begun: set[StepKind] = set()
-        self._hints: dict[StepKind, float] = {}
+        self._known: dict[StepKind, tuple[int, float]] = {}
+        """For each kind its size and what is known best: the median, or else a hint."""
 
     def observe(self, kind: StepKind, seconds: float) -> None:
         """A step took so long. The first of its kind is left out: it warms up."""
@@ -96,12 +97,15 @@ class StepSeconds:
             self._slowness.observe(seconds / usual)
         latest = self._latest[kind]
         latest.append(seconds / self._slowness.factor)
-        self._usual[kind] = median(latest)
+        usual = self._usual[kind] = median(latest)
+        self._known[kind] = kind.size, usual
 
     def hint(self, kind: StepKind, seconds: float) -> None:
         """A step that did something else took so long; it counts where nothing better is known."""
-        seconds /= self._slowness.factor
-        self._hints[kind] = min(seconds, self._hints.get(kind, seconds))
+        if kind not in self._usual:
+            seconds /= self._slowness.factor
+            known = self._known.get(kind)
+            self._known[kind] = kind.size, seconds if known is None else min(seconds, known[1])
 
     def typical(self, kind: StepKind) -> float | None:
         """Seconds of such a step now; None where none has been seen."""
@@ -115,15 +119,15 @@ class StepSeconds:
         return self._predict(kind) * self._slowness.factor
 
     def _predict(self, kind: StepKind) -> float:
-        known = self._hints | self._usual
-        seen = [(one.size, seconds) for one, seconds in known.items()]
-        if kind in known:
-            return min([known[kind], *(seconds for size, seconds in seen if size > kind.size)])
-        size, low = max((point for point in seen if point[0] <= kind.size), default=(0, 0.0))
-        larger, high = min((point for point in seen if point[0] > kind.size), default=(0, low))
-        if not size or high <= low:
+        size, known, points = kind.size, self._known.get(kind), self._known.values()
+        larger = [point for point in points if point[0] > size]
+        if known is not None:
+            return min([known[1], *(seconds for _, seconds in larger)])
+        smaller, low = max((point for point in points if point[0] <= size), default=(0, 0.0))
+        larger_size, high = min(larger, default=(0, low))
+        if not smaller or high <= low:
             return low
-        return low + (high - low) * (kind.size - size) / (larger - size)
+        return low + (high - low) * (size - smaller) / (larger_size - smaller)
 
 
 def worthwhile_counts(

@@ -99,9 +99,9 @@ def test_the_modelled_share_is_bytes_by_bandwidth_beside_the_roofline() -> None:
     assert share.most > share.least
 
 
-def test_stages_take_their_turns_in_decoding_and_work_at_once_in_prefill() -> None:
+def test_a_tick_is_of_half_of_the_layers_and_a_prompt_waits_for_stages_at_both_ends() -> None:
     model = find_model("llama-3.1-70b")
-    for decode, rows, ratio in ((True, 1, 1.0), (False, 2048, 5 / 8)):
+    for decode, rows, ratio in ((True, 1, 1 / 2), (False, 2048, 5 / 8)):
         told = step(rows=rows, decode=decode)
         alone = share_of(model, Machine.parse("v5e-8"), "tensor=8", told)
         staged = share_of(model, Machine.parse("v5e-16"), "tensor=8,pipe=2", told)

@@ -85,6 +85,25 @@ def test_a_config_alone_is_enough(capsys: pytest.CaptureFixture[str], shared_dat
     assert sizes[0] == sizes[1]
 
 
+def test_any_axes_are_planned_for(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--precision", "int8", "--mesh", "2,data=2,tensor=2+pipe=2"]
+    table = [line.split()[:2] for line in plan(capsys, *arguments).splitlines() if line.startswith("int8 ")]
+    assert table == [["int8", "2"], ["int8", "data=2"], ["int8", "tensor=2,pipe=2"]]
+
+
+def test_by_default_the_best_of_each_number_of_chips(capsys: pytest.CaptureFixture[str]) -> None:
+    def meshes(model: str, target: str, *arguments: str) -> list[str]:
+        main(["plan", model, "--target", target, "--json", "--precision", "bfloat16", *SHORT, *arguments])
+        return [row["axes"] for row in json.loads(capsys.readouterr().out)["rows"]]
+
+    # Three KV heads are for no even number of chips: replicas are, where they may be.
+    found = meshes("smollm2-135m", "v5e-4")
+    assert (found[0], found[-1]) == ("tensor=1", "data=4")
+    assert not any("tensor" in axes for axes in found[1:])
+    # Ever more chips until some hold the weights.
+    assert meshes("llama-3.1-70b", "v5e") == [f"tensor={size}" for size in (1, 2, 4, 8, 16)]
+
+
 def test_what_no_candidate_serves_has_its_own_status(capsys: pytest.CaptureFixture[str]) -> None:
     text = plan(capsys, "--mesh", "1", "--tpot", "0.0001", status=1)
     assert "none of these serves the workload within the limits" in text
@@ -99,11 +118,20 @@ def test_what_no_candidate_serves_has_its_own_status(capsys: pytest.CaptureFixtu
         (["llama-3.1-8b", "--target", "v5e-999"], "a plan is for 1 to 256 chips"),
         (
             ["llama-3.1-8b", "--target", "v5e", "--mesh", "3"],
-            "a mesh of 3 chips does not divide the model's 8",
+            "mesh tensor=3: kv_heads has size 8, each with 4 queries, which 3 devices neither",
         ),
         (
             ["llama-3.1-8b", "--target", "v5e-4", "--mesh", "8"],
             "a mesh of 8 chips is out of range: there are 1",
+        ),
+        (
+            ["llama-3.1-8b", "--target", "v5e", "--mesh", "rows=2"],
+            "mesh 'rows=2': expected auto, or tensor=N",
+        ),
+        (["llama-3.1-8b", "--target", "v5e", "--mesh", "expert=2"], "the model has no experts for mesh axis"),
+        (
+            ["llama-3.1-8b", "--target", "v5e", "--mesh", "data=3"],
+            "are not divided by the 3 replicas of data=3",
         ),
         (["llama-3.1-8b", "--target", "v5e", "--precision", "fp5"], "precision 'fp5' is not one of float32"),
         (["llama-3.1-8b", "--target", "v5e", "--acceptance", "1"], "--acceptance 1 is out of range"),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from jaxserve import open_model
 from jaxserve.engine.options import EngineOptions
 from jaxserve.evaluation import Floor, Plan, Side, Text, evaluate
+from jaxserve.evaluation.measures import SliceReport
 
 NUM_TOKENS = 600
 """Enough where float32 is read as well."""
@@ -41,27 +43,38 @@ def test_int8_pages_keep_smollm2s_perplexity(shared_data: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_int8_keeps_smollm2s_perplexity_on_twenty_thousand_tokens(shared_data: Path) -> None:
+    part = many_tokens(shared_data, {"kv_format": "int8"}, [Floor("perplexity-change", 0.005)])
+    assert above_float32(part, part.measures["perplexity"].reference) < 0.015
+
+
+@pytest.mark.real
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_fp8_keeps_smollm2s_perplexity_on_twenty_thousand_tokens(shared_data: Path) -> None:
+    part = many_tokens(shared_data, {"quantize": "fp8"}, [Floor("kl", 0.03), Floor("top1", 0.9)])
+    assert above_float32(part, part.measures["perplexity"].value) < 0.02
+
+
+def many_tokens(shared_data: Path, changes: dict[str, Any], floors: list[Floor]) -> SliceReport:
+    """What int8 with these changes reaches beside int8, held to floors."""
     text = (shared_data / "prompts" / "text" / "wikitext-2_test.txt").read_text(encoding="utf-8")
     model = open_model("smollm2-135m", progress=False)
+    common = {"quantize": "int8", "kv_format": "float32", "deterministic": True, "num_slots": 1}
     sides = [
-        Side(
-            kv_format,
-            model,
-            EngineOptions(quantize="int8", kv_format=kv_format, deterministic=True, num_slots=1),
-        )
-        for kv_format in ("int8", "float32")
+        Side(name, model, EngineOptions(**{**common, **given}))
+        for name, given in (("changed", changes), ("int8", {}))
     ]
-    floors = [Floor("perplexity-change", 0.005)]
     plan = Plan(texts=[Text("wikitext", text)], floors=floors, context=512, max_tokens=MANY_TOKENS)
     report = evaluate(*sides, plan)
     assert report.passed, report.table()
     (part,) = report.slices
     assert part.size >= 20_000
+    return part
+
+
+def above_float32(part: SliceReport, perplexity: float | None) -> float:
+    """By how much of float32's a perplexity of so many tokens is higher."""
     (full,) = json.loads(MEASURED.read_text())["slices"]
     assert full["size"] == part.size
-    reached, full_precision = (
-        part.measures["perplexity"].reference,
-        full["measures"]["perplexity"]["reference"],
-    )
-    assert reached is not None
-    assert abs(reached / full_precision - 1.0) < 0.015
+    assert perplexity is not None
+    return perplexity / full["measures"]["perplexity"]["reference"] - 1.0

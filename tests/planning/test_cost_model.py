@@ -13,6 +13,7 @@ from jaxserve.config import LayerKind, ModelConfig
 from jaxserve.plan import StepShape
 from jaxserve.planning import CHIPS, MODELS, Chip, CostModel, Efficiency, Footprint, find_chip, find_model
 from jaxserve.planning.cost_model import ALL_REDUCE_LATENCY
+from jaxserve.planning.meshes import ChipMesh
 from pallas_kernels.page_layout import PageLayout
 
 CHIP = Chip(
@@ -145,12 +146,13 @@ def test_chips_divide_the_work_and_pay_for_their_sums() -> None:
     config = tiny(num_heads=4, num_kv_heads=2)
     shape = StepShape(4, 4, 4, decode=True)
     one = model_of(config).cost(shape, ints(7, 8, 0), ints(1, 1, 1))
-    four = model_of(config, num_chips=4).cost(shape, ints(7, 8, 0), ints(1, 1, 1))
+    four = model_of(config, mesh=ChipMesh(tensor=4)).cost(shape, ints(7, 8, 0), ints(1, 1, 1))
     assert four.matrices == pytest.approx(one.matrices / 4)
     assert four.head == pytest.approx(one.head / 4)
     assert four.attention == pytest.approx(one.attention / 2)  # two KV heads cannot go on four chips
     ring = 2 * 3 / 4 * 4 * 8 * 2 / 1e8
-    assert four.collectives == pytest.approx(2 * 2 * (ALL_REDUCE_LATENCY + ring))
+    # Two in each layer, and one of the embedding.
+    assert four.collectives == pytest.approx((2 * 2 + 1) * (ALL_REDUCE_LATENCY + ring))
 
 
 def test_formats_change_traffic_and_arithmetic() -> None:
@@ -171,8 +173,8 @@ def test_what_cannot_be_is_refused() -> None:
         CostModel(footprint, CHIP, weight_format="int3")
     with pytest.raises(ValueError, match="page_size 48 is not a power of two"):
         CostModel(footprint, CHIP, page_size=48)
-    with pytest.raises(ValueError, match="num_chips 2 is out of range for cpu-2-cores"):
-        CostModel(footprint, find_chip("cpu-2-cores"), num_chips=2)
+    with pytest.raises(ValueError, match="mesh tensor=2 is out of range for cpu-2-cores"):
+        CostModel(footprint, find_chip("cpu-2-cores"), mesh=ChipMesh(tensor=2))
     with pytest.raises(ValueError, match=r"efficiency memory 1\.5 is not above 0"):
         Efficiency(memory=1.5)
     with pytest.raises(ValueError, match="chip 'v9' is not one of v5e"):

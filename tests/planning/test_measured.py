@@ -10,6 +10,7 @@ from jaxserve.plan import StepShape
 from jaxserve.planning import CostModel, Efficiency, Footprint, find_chip, find_model, virtual_limits
 from jaxserve.planning.drafted import DraftedSteps
 from jaxserve.planning.measured import MeasuredCost, fit_times
+from jaxserve.planning.meshes import ChipMesh
 
 DECODE = {rows: StepShape(rows, rows, rows, decode=True) for rows in (1, 4)}
 CHUNK = {rows: StepShape(rows, 4, 4) for rows in (16, 64)}
@@ -97,7 +98,7 @@ def test_drafts_that_are_free_come_at_their_expected_number() -> None:
 
 
 def test_more_acceptance_is_never_slower() -> None:
-    cost = CostModel(Footprint.of(find_model("llama-3.1-8b")), find_chip("v5e"), num_chips=4)
+    cost = CostModel(Footprint.of(find_model("llama-3.1-8b")), find_chip("v5e"), mesh=ChipMesh(tensor=4))
     for batch in (1, 4, 16):
         step = StepShape(16, 16, 16, decode=True), ints(*[700] * batch), ints(*[1] * batch)
         seconds = [drafted(cost, rate).step_seconds(*step) for rate in (0.0, 0.2, 0.5, 0.8, 0.95)]

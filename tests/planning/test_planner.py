@@ -11,6 +11,7 @@ import pytest
 
 from jaxserve.config import LayerKind, ModelConfig
 from jaxserve.planning import MODELS, Chip, CostModel, Efficiency, Footprint, Target, Trace, find_chip
+from jaxserve.planning.meshes import ChipMesh
 from jaxserve.planning.plan_records import Candidate, Demand, Row, Sizes
 from jaxserve.planning.planner import best_row, memory_of, plan
 from jaxserve.planning.precision import find_precision
@@ -23,7 +24,7 @@ SIZES = Sizes(num_slots=16, max_chunk=512, max_model_len=2048)
 def candidate(
     model: ModelConfig = LLAMA,
     chip: Chip | str = "h100",
-    mesh: int = 1,
+    mesh: int | ChipMesh = 1,
     precision: str = "bfloat16",
     acceptance: float | None = None,
     kv_format: str = "bfloat16",
@@ -32,7 +33,7 @@ def candidate(
     cost = CostModel(
         Footprint.of(model),
         find_chip(chip) if isinstance(chip, str) else chip,
-        num_chips=mesh,
+        mesh=ChipMesh(tensor=mesh) if isinstance(mesh, int) else mesh,
         weight_format=chosen.weight_format,
         compute_format=chosen.compute_format,
         kv_format=kv_format,
@@ -70,8 +71,8 @@ def test_memory_of_llama_by_hand() -> None:
     assert memory.kv_token_bytes == memory.page_token_bytes == 2 * 32 * 8 * 128 * 2
     assert memory.largest_batch == int((0.9 * 80e9 - memory.weight_bytes) // (2048 * 131072))
     eighth = memory_of(candidate(mesh=8), SIZES, 2048)
-    assert eighth.weight_bytes == memory.weight_bytes / 8
-    assert eighth.largest_batch == int((0.9 * 80e9 - memory.weight_bytes / 8) // (2048 * 131072 / 8))
+    assert eighth.weight_bytes == 2 * 8030261248 / 8 + 2 * 65 * 4096 * (1 + 7 / 8)  # Norms are everywhere.
+    assert eighth.largest_batch == int((0.9 * 80e9 - eighth.weight_bytes) // (2048 * 131072 / 8))
 
 
 def test_grouped_queries_and_heads_of_64_take_their_own_room() -> None:

@@ -24,6 +24,7 @@ from jaxserve.planning import (
     summarise,
     virtual_limits,
 )
+from jaxserve.planning.meshes import ChipMesh
 from jaxserve.planning.policies import contender, find_contender
 from jaxserve.planning.virtual_engine import END_TOKEN
 from jaxserve.scheduling.classes import DEFAULT_CLASSES, PriorityClass, SchedulerPolicy
@@ -35,7 +36,7 @@ TARGETS = {one.name: Target(ttft=one.ttft_target, tpot=one.tpot_target) for one 
 @pytest.fixture(scope="module")
 def machine() -> tuple[EngineLimits, CostModel]:
     """Takes about fifteen of the requests below a second."""
-    cost = CostModel(Footprint.of(MODELS["llama-3.1-8b"]), find_chip("v5e"), num_chips=2)
+    cost = CostModel(Footprint.of(MODELS["llama-3.1-8b"]), find_chip("v5e"), mesh=ChipMesh(tensor=2))
     return virtual_limits(cost, num_slots=64, max_model_len=8192, max_chunk=512), cost
 
 

@@ -26,6 +26,7 @@ from jaxserve.planning import (
     simulate,
     virtual_limits,
 )
+from jaxserve.planning.meshes import ChipMesh
 from jaxserve.planning.records import COMPLETED, OPEN
 from jaxserve.planning.virtual_engine import END_TOKEN
 from tests.fake_limits import make_limits
@@ -85,7 +86,7 @@ def test_a_lone_request_takes_the_sum_of_its_steps() -> None:
 
 @pytest.fixture(scope="module")
 def llama() -> tuple[EngineLimits, CostModel]:
-    cost = CostModel(Footprint.of(MODELS["llama-3.1-8b"]), find_chip("v5e"), num_chips=2)
+    cost = CostModel(Footprint.of(MODELS["llama-3.1-8b"]), find_chip("v5e"), mesh=ChipMesh(tensor=2))
     return virtual_limits(cost, num_slots=32, max_model_len=8192, max_chunk=512), cost
 
 

@@ -19,6 +19,7 @@ from jaxserve.planning import (
     find_chip,
     virtual_limits,
 )
+from jaxserve.planning.meshes import ChipMesh
 from jaxserve.planning.prompts import ANSWER_TOKEN
 from jaxserve.planning.virtual_engine import END_TOKEN, answer_seed
 from tests.fake_limits import make_limits
@@ -116,7 +117,7 @@ def cost(model: str = "llama-3.1-8b", chip: str = "v5e", **options: object) -> C
 
 
 def test_the_pool_fills_what_the_weights_leave() -> None:
-    found = virtual_limits(cost(num_chips=4), max_model_len=131072)
+    found = virtual_limits(cost(mesh=ChipMesh(tensor=4)), max_model_len=131072)
     left = 4 * 16e9 * 0.9 - 2 * 8030261248
     assert found.num_pages == (int(left / (64 * 131072)),)
     assert found.decode_shapes[-1] == StepShape(256, 256, 256, decode=True)
@@ -131,7 +132,7 @@ def test_what_does_not_fit_is_refused() -> None:
     ):
         virtual_limits(cost())
     with pytest.raises(ValueError, match="does not hold a sequence of 131072 tokens"):
-        virtual_limits(cost(num_chips=2))
+        virtual_limits(cost(mesh=ChipMesh(tensor=2)))
     with pytest.raises(ValueError, match="max_model_len 200000 is out of range: the model takes 2 to 131072"):
         virtual_limits(cost(), max_model_len=200000)
 

@@ -28,7 +28,7 @@ from tests.sharding.jobs import ROOT, WAIT
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-@pytest.mark.parametrize("mesh", ["tensor=2", "pipe=2", "tensor=2,pipe=2"])
+@pytest.mark.parametrize("mesh", ["tensor=2", "pipe=2", "tensor=2,pipe=2", "data=2,tensor=2"])
 def test_it_answers_as_one_process_and_drains(shared_data: Path, mesh: str) -> None:
     folder = shared_data / "models/stories260K/hf"
     with LLM(folder, num_slots=2, max_model_len=MAX_MODEL_LEN, max_chunk=16, progress=False) as llm:

@@ -99,6 +99,19 @@ CASES = {
         ),
         ("expert=4", "tensor=2,expert=4", "data=2,expert=4"),
     ),
+    # Two experts for each replica, whose four devices have slices of them.
+    "shared experts": Case(
+        dataclasses.replace(
+            DENSE,
+            layers=EXPERTS * 2,
+            qk_norm=True,
+            num_experts=4,
+            experts_per_token=2,
+            expert_intermediate_size=32,
+        ),
+        ("data=2,tensor=4",),
+        {"max_iterations": 4},
+    ),
     # The stages one after another in each step.
     "int8": Case(
         DENSE,

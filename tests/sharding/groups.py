@@ -76,7 +76,7 @@ MODELS = {
             expert_intermediate_size=24,
             eos_token_ids=(9,),
         ),
-        ("pipe=4", "tensor=2,pipe=2"),
+        ("pipe=4", "data=2,pipe=2"),
         24,
     ),
 }

@@ -38,7 +38,8 @@ def main() -> None:
 
 def answers(mesh: str | None) -> dict[str, Any]:
     own = {"max_iterations": 4, "speculative": "ngram", "num_pages": 24, "page_size": 8}
-    engine, _ = build(CASES["dense"].model, EngineOptions(**{**SETTINGS, **own}, mesh=mesh))
+    # Whose experts each replica needs of the other, however long its own sequences go on.
+    engine, _ = build(CASES["moe"].model, EngineOptions(**{**SETTINGS, **own}, mesh=mesh))
     masked = masked_tokens(engine)
     plain = served(engine, None)
     texts = [[*prompt, *tokens] for (prompt, _), tokens in zip(requests(), plain["first"], strict=True)]

@@ -35,8 +35,12 @@ def alone(model: Path, settings: dict[str, Any]) -> Any:
         ("stories260K/hf", "auto", 2, {"quantize": "int8", "max_iterations": 4}),
         ("stories260K_moe/copies4_top2", "tensor=2,expert=2", 4, {}),
         # Five layers: the second stage has padding, of a kind that it knows from its own.
-        ("stories260K/hf", "pipe=2", 2, {"max_iterations": 4}),
+        ("stories260K/hf", "pipe=2", 2, {"max_iterations": 4, "host_kv_memory": 2**20}),
         ("stories260K/hf", "tensor=2,pipe=2", 4, {"quantize": "int8"}),
+        # Each has a replica, and a loop of iterations that ends when its own sequences have.
+        ("stories260K/hf", "data=2", 2, {"num_slots": 4, "max_iterations": 4, "speculative": "ngram"}),
+        # An expert in each.
+        ("stories260K_moe/copies4_top2", "data=2,tensor=2", 4, {"max_iterations": 4}),
     ],
 )
 def test_processes_answer_as_one(
@@ -46,6 +50,13 @@ def test_processes_answer_as_one(
     outputs = run_job(MEMBER, [str(folder), mesh, json.dumps(settings)], num_processes)
     assert answers_of(outputs[0])["tokens"] == alone(folder, settings)
     assert not any(outputs[1:]), "who follows says nothing"
+
+
+def test_pages_come_to_the_leader_and_go_back(shared_data: Path) -> None:
+    arguments = [str(shared_data / "models/stories260K/hf"), "tensor=2", "int8"]
+    first, second = run_job("tests.sharding.page_member", arguments, 2)
+    assert answers_of(first) == [True, True]
+    assert second == ""
 
 
 @pytest.mark.parametrize("form", ["converted", "stored"])
@@ -65,7 +76,7 @@ def test_the_command_answers_once(shared_data: Path) -> None:
     asked += ["--max-chunk", "16", "-p", "Once upon a time"]
     process = start("jaxserve", asked)
     expected = json.loads(process.communicate()[0])["token_ids"]
-    first, second = run_job("jaxserve", [*asked, "--mesh", "tensor=2"], 2)
+    first, second = run_job("jaxserve", [*asked, "--mesh", "data=2"], 2)
     assert json.loads(first)["token_ids"] == expected
     assert second == ""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Callable
 
 import pytest
 
@@ -99,13 +100,19 @@ def test_eight_bits_are_not_shape_invariant_by_default_on_a_mesh(native_kernels:
     assert not resolve_here(DENSE, dataclasses.replace(options, mesh="tensor=2")).deterministic
 
 
-def chosen(name: str, num_devices: int, memory: int) -> str:
+def any_number(number: int) -> bool:
+    """Any number of replicas may be there."""
+    return True
+
+
+def chosen(name: str, num_devices: int, memory: int, can_repeat: Callable[[int], bool] | None = None) -> str:
     model = find_model(name)
 
     def weights(axes: MeshAxes) -> int:
         return weight_bytes(model, "bfloat16", "stacked", None, axes)
 
-    return mesh_name(resolve_mesh("auto", model, num_devices, "tpu", lambda: memory, weights))
+    asked = "auto", model, num_devices, "tpu", lambda: memory, weights
+    return mesh_name(resolve_mesh(*asked, can_repeat=can_repeat))
 
 
 @pytest.mark.parametrize(
@@ -149,6 +156,45 @@ def test_auto_cuts_in_stages_what_cannot_be_cut_otherwise(
         found = resolve_mesh("auto", model, num_devices, "tpu", lambda: int(gib * GIB), weights)
     assert mesh_name(found) == mesh
     assert why in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("model", "num_devices", "gib", "can_repeat", "mesh"),
+    [
+        # Eight KV heads, and room on each device: all of them, for quicker answers.
+        ("llama-3.1-8b", 8, 95, any_number, "tensor=8"),
+        ("llama-3.1-8b", 16, 31, any_number, "tensor=8,data=2"),
+        # Six do not divide them; replicas of two take all six, if slots allow, where four leave two over.
+        ("llama-3.1-8b", 6, 31, any_number, "tensor=2,data=3"),
+        ("llama-3.1-8b", 6, 31, lambda number: 64 % number == 0, "tensor=4"),
+        # Four KV heads would be there twice on eight devices.
+        ("qwen3-30b-a3b", 8, 95, any_number, "tensor=4,data=2"),
+        # Three KV heads.
+        ("smollm2-135m", 8, 31, any_number, "tensor=1,data=8"),
+        ("llama-3.1-70b", 8, 31, any_number, "tensor=8"),
+        ("mixtral-8x22b", 64, 31, any_number, "tensor=8,expert=4,data=2"),
+    ],
+)
+def test_auto_takes_the_devices_that_are_left_along_tensor_and_then_along_data(
+    model: str,
+    num_devices: int,
+    gib: int,
+    can_repeat: Callable[[int], bool],
+    mesh: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.INFO, "jaxserve"):
+        assert chosen(model, num_devices, gib * GIB, can_repeat) == mesh.removeprefix("tensor=1,")
+    widened = "KV head there twice, for quicker answers" in caplog.text
+    assert widened == (model != "llama-3.1-70b")
+    assert ("for more of them at once" in caplog.text) == ("data" in mesh)
+
+
+def test_replicas_are_not_chosen_where_options_do_not_allow_them() -> None:
+    assert EngineOptions(mesh="auto").can_repeat(3)
+    assert not EngineOptions(mesh="auto", num_slots=64).can_repeat(3)
+    assert EngineOptions(mesh="auto", num_slots=64).can_repeat(4)
+    assert not EngineOptions(mesh="auto", host_kv_memory=2**30).can_repeat(2)
 
 
 def test_auto_on_a_cpu_is_one_device_since_more_gain_nothing(caplog: pytest.LogCaptureFixture) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 from jaxserve.config import LayerKind, ModelConfig
 from jaxserve.engine.parameters import abstract_parameters
 from jaxserve.engine.shardings import parameter_shardings
+from jaxserve.model.spread import experts_of_replica
 from jaxserve.model.transformer import LayerLoop
 from jaxserve.quantization import recipe_named
 
@@ -75,6 +77,28 @@ def test_scales_are_cut_as_the_outputs_and_groups_that_they_belong_to(layer_loop
     # Two groups of 32 channels, of which a device has eight: their scales are there four times.
     # Four bits are a stack where matrices lie apart, too.
     assert by_group["segments"][0][0]["down"].scales.spec == PartitionSpec(None, "tensor", None)
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "sizes", "spec"),
+    [
+        (16, (2, 4), (("data", "tensor"), None, None)),
+        (4, (2, 4), ("data", None, "tensor")),  # Two for each replica, which has slices of them.
+        (6, (4, 2), ("tensor", None, None)),  # Each has all.
+        (6, (4, 4), (None, None, "tensor")),
+    ],
+)
+def test_replicas_share_out_experts_where_they_divide_them(
+    num_experts: int, sizes: tuple[int, int], spec: tuple[Any, ...]
+) -> None:
+    model = dataclasses.replace(MODEL, num_experts=num_experts)
+    mesh = AbstractMesh(sizes, ("data", "tensor"))
+    shardings = parameter_shardings(abstract_parameters(model, "bfloat16", "stacked"), model, mesh)
+    dense, experts = shardings["segments"][0][0], shardings["segments"][1][0]
+    assert experts["expert_down"].spec == PartitionSpec(None, *spec)
+    assert "data" not in dense["down"].spec
+    share = num_experts // sizes[0] if "data" in str(spec) else num_experts
+    assert experts_of_replica(model, dict(mesh.shape)) == share
 
 
 def test_a_mesh_that_does_not_divide_the_model_is_refused() -> None:
