@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jaxserve.model.layers import linear, product_flat, rounded_product
 from jaxserve.model.stacked import stacked_product
@@ -39,12 +38,12 @@ class LayerWeights:
     def linear(self, name: str, x: jax.Array) -> jax.Array:
         """`[T, *out]`: x `[T, *in]` times one of the layer's matrices, plus its bias if it has one."""
         self.see(name, x)
-        weight = self.parameters[name]
-        bias = self.small(f"{name}_bias") if f"{name}_bias" in self.parameters else None
+        weight, biases = self.parameters[name], self.parameters.get(f"{name}_bias")
         if isinstance(weight, StackedWeight):
-            out_type = x.dtype if bias is None else jnp.float32
-            out = stacked_product(x, weight, self.repetition, out_type=out_type, target=self.target)
-            return (out if bias is None else out + bias[None]).astype(x.dtype)
+            return stacked_product(
+                x, weight, self.repetition, out_type=x.dtype, target=self.target, bias=biases
+            )
+        bias = None if biases is None else biases[self.repetition]
         values = weight.values if isinstance(weight, QuantisedWeight) else weight
         if isinstance(weight, QuantisedWeight) and weight.format.row_bits and not isinstance(values, tuple):
             out = rounded_product(x, weight, self.repetition, target=self.target)

@@ -15,11 +15,23 @@ from pallas_kernels.quantised_matmul import quantised_matmul
 
 
 def stacked_product(
-    x: jax.Array, weight: StackedWeight, layer: jax.Array | int, *, out_type: Any, target: Target
+    x: jax.Array,
+    weight: StackedWeight,
+    layer: jax.Array | int,
+    *,
+    out_type: Any,
+    target: Target,
+    bias: jax.Array | None = None,
 ) -> jax.Array:
     """`[T, *out]`: x `[T, *in]` times a layer's matrix, or the part of it that one device holds.
 
-    `target`: the device, for which a kernel is chosen.
+    Args:
+        x: the rows.
+        weight: the stack.
+        layer: which matrix.
+        out_type: of the result.
+        target: the device, for which a kernel is chosen.
+        bias: `[L, *out]`, what results are added to before they are rounded; None for nothing.
     """
     row_scale_T = None
     x_TI = x.reshape(x.shape[0], -1)
@@ -38,6 +50,7 @@ def stacked_product(
         None if weight.zeros is None else joined(weight.zeros),
         jnp.asarray(layer, jnp.int32),
         row_scale_T=row_scale_T,
+        bias_LO=None if bias is None else joined(bias),
         out_type=out_type,
         target=target,
     )

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from pallas_kernels.dispatch import Target, mosaic_gpu_missing
 from pallas_kernels.int8_matmul.reference import split_halves
 from pallas_kernels.quantised_matmul.nibbles import PAIR_DISTANCE
+from pallas_kernels.quantised_matmul.reference import with_bias
 
 if TYPE_CHECKING:
     from pallas_kernels.quantised_matmul.gpu_tiles import Sizes
@@ -94,9 +95,14 @@ def multiply_gpu(
     out_type: Any,
     target: Target,
     interpret: bool,
+    bias_LO: jax.Array | None = None,
     sizes: Sizes | None = None,
 ) -> jax.Array:
     """See `quantised_matmul`. Sizes are for tests and tuning."""
+    if bias_LO is not None:
+        settings = {"out_type": jnp.float32, "target": target, "interpret": interpret, "sizes": sizes}
+        out_TO = multiply_gpu(x_TI, values_LOI, scales, zeros, layer, row_scale_T, **settings)
+        return with_bias(out_TO, bias_LO, layer, out_type)
     from pallas_kernels.mosaic_gpu import interpreter
     from pallas_kernels.quantised_matmul.gpu_tiles import Numbers, multiply_tiles
 

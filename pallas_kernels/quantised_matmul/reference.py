@@ -23,9 +23,13 @@ def multiply_reference(
     row_scale_T: jax.Array | None,
     *,
     out_type: Any,
+    bias_LO: jax.Array | None = None,
     **_: object,
 ) -> jax.Array:
     """See `quantised_matmul`."""
+    if bias_LO is not None:
+        operands = x_TI, values_LOI, scales, zeros, layer, row_scale_T
+        return with_bias(multiply_reference(*operands, out_type=jnp.float32), bias_LO, layer, out_type)
 
     def own(stack: jax.Array) -> jax.Array:
         return jax.lax.dynamic_index_in_dim(stack, layer, 0, keepdims=False)
@@ -48,6 +52,12 @@ def multiply_reference(
     zeros = None if zeros is None else own_by_output(zeros)
     matrix_OI = widened(own(values_LOI), own_by_output(scales), zeros)
     return _contract(x_TI, matrix_OI.astype(x_TI.dtype)).astype(out_type)
+
+
+def with_bias(out_TO: jax.Array, bias_LO: jax.Array, layer: jax.Array | int, out_type: Any) -> jax.Array:
+    """A product in float32 with a layer's bias added, in the type that is wanted."""
+    bias_1O = jax.lax.dynamic_index_in_dim(bias_LO, layer, 0)
+    return (out_TO + bias_1O.astype(jnp.float32)).astype(out_type)
 
 
 def widened(values: jax.Array, scales: jax.Array, zeros: jax.Array | None) -> jax.Array:

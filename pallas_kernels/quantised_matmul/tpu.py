@@ -67,11 +67,12 @@ def multiply_tpu(
     out_type: Any,
     target: Target,
     interpret: bool,
+    bias_LO: jax.Array | None = None,
     sizes: Sizes | None = None,
 ) -> jax.Array:
     """See `quantised_matmul`. Sizes are for tests and tuning."""
     num_rows, num_inputs = x_TI.shape
-    matrix = Matrix(values_LOI, scales, zeros, num_inputs)
+    matrix = Matrix(values_LOI, scales, zeros, num_inputs, bias_LO)
     sizes = sizes or choose_sizes(num_rows, matrix, target)
     padding = -num_rows % sizes.rows
     x_TI = jnp.pad(x_TI, ((0, padding), (0, 0)))

@@ -73,6 +73,7 @@ def multiply_few(
             dtype=dtype,
             sizes=sizes,
             stored_zeros=matrix.zeros is not None,
+            has_bias=matrix.bias is not None,
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
@@ -112,19 +113,21 @@ def _kernel(
     dtype: Any,
     sizes: Sizes,
     stored_zeros: bool,
+    has_bias: bool,
 ) -> None:
-    beside_ref, matrix, out_ref, scratch = split_refs(refs, beside_rows, num_inputs, stored_zeros)
+    layer = layer_ref[0]
+    beside_ref, matrix, out_ref, scratch = split_refs(refs, beside_rows, num_inputs, stored_zeros, has_bias)
     if matrix.num_groups:
-        _multiply_groups(x_ref, beside_ref, matrix, out_ref, scratch[0], dtype, sizes)
+        _multiply_groups(x_ref, beside_ref, matrix, layer, out_ref, scratch[0], dtype, sizes)
         return
-    scale_1o = matrix.channel_scales(layer_ref[0])
+    scale_1o = matrix.channel_scales(layer)
     for block in blocks(out_ref.shape[1], sizes):
         sums = _channel_sums(x_ref, matrix, block, sizes)
         if beside_ref is None:
             out = sums * scale_1o[:, block]
         else:
             out = scaled_integers(sums, num_planes, beside_ref[...], scale_1o[:, block])
-        out_ref[:, block] = out.astype(out_ref.dtype)
+        out_ref[:, block] = matrix.with_bias(out, layer, block).astype(out_ref.dtype)
 
 
 def blocks(num_outputs: int, sizes: Sizes) -> list[slice]:
@@ -167,6 +170,7 @@ def _multiply_groups(
     x_ref: Ref,
     group_sums_ref: Ref | None,
     matrix: Matrix,
+    layer: Scalar,
     out_ref: Ref,
     scales_ref: Ref,
     dtype: Any,
@@ -191,7 +195,7 @@ def _multiply_groups(
         else:
             sums = -_zeros_share(group_sums_ref[...], matrix, block)
         sums = unrolled_loop(matrix.num_bytes // LANES, step, sums, sizes.unroll(LANES))
-        out_ref[:, block] = sums.astype(out_ref.dtype)
+        out_ref[:, block] = matrix.with_bias(sums, layer, block).astype(out_ref.dtype)
 
 
 def _zeros_share(group_sums_MG: jax.Array, matrix: Matrix, block: slice) -> jax.Array:

@@ -54,7 +54,7 @@ def multiply_many(
         rows.append(row_scale_T1)
         row_specs.append(pl.BlockSpec((sizes.rows, 1), lambda o, t, _: (t, 0)))
     return pl.pallas_call(
-        functools.partial(_kernel, stored_zeros=matrix.zeros is not None),
+        functools.partial(_kernel, stored_zeros=matrix.zeros is not None, has_bias=matrix.bias is not None),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(pl.cdiv(matrix.num_outputs, sizes.outputs), num_rows // sizes.rows),
@@ -78,10 +78,11 @@ def _kernel(
     x_ref: Ref,  # VMEM [P, t, I]
     *refs: Ref,  # scales of rows [t, 1]; the matrix's; out [t, o]; sums [P * t, o]; the widened tile [o, I]
     stored_zeros: bool,
+    has_bias: bool,
 ) -> None:
     dtype, (num_planes, num_rows, num_inputs) = x_ref.dtype, x_ref.shape
     row_scale_ref, matrix, out_ref, (sums_ref, *wide_ref) = split_refs(
-        refs, jnp.issubdtype(dtype, jnp.integer), num_inputs, stored_zeros
+        refs, jnp.issubdtype(dtype, jnp.integer), num_inputs, stored_zeros, has_bias
     )
     if wide_ref:
 
@@ -107,7 +108,7 @@ def _kernel(
         out = sums
     else:
         out = sums * matrix.channel_scales(layer_ref[0])
-    out_ref[...] = out.astype(out_ref.dtype)
+    out_ref[...] = matrix.with_bias(out, layer_ref[0]).astype(out_ref.dtype)
 
 
 def _widen(matrix: Matrix, wide_ref: Ref) -> None:

@@ -61,6 +61,8 @@ class Matrix:
     zeros: Any
     """None or [L, G, O]; of a tile [1, G, o]."""
     num_inputs: int
+    bias: Any = None
+    """None or [L, O]; of a tile [up to 8 layers, o]."""
 
     @property
     def num_outputs(self) -> int:
@@ -86,21 +88,30 @@ class Matrix:
         return self.num_inputs // self.num_groups
 
     def operands(self) -> list[jax.Array]:
-        return [self.values, self.scales, *([] if self.zeros is None else [self.zeros])]
+        beside = [array for array in (self.zeros, self.bias) if array is not None]
+        return [self.values, self.scales, *beside]
 
     def specs(self, outputs: int) -> list[pl.BlockSpec]:
         """Of tiles of so many outputs; the grid's first axis counts them, the first scalar is the layer."""
         specs = [pl.BlockSpec((1, outputs, self.num_bytes), lambda o, *rest: (rest[-1][0], o, 0))]
+        layers = min(SUBLANES, self.values.shape[0])
+        by_channel = pl.BlockSpec((layers, outputs), lambda o, *rest: (rest[-1][0] // SUBLANES, o))
         if self.num_groups:
             by_group = pl.BlockSpec((1, self.num_groups, outputs), lambda o, *rest: (rest[-1][0], 0, o))
-            return [*specs, *[by_group] * (1 if self.zeros is None else 2)]
-        layers = min(SUBLANES, self.scales.shape[0])
-        by_channel = pl.BlockSpec((layers, outputs), lambda o, *rest: (rest[-1][0] // SUBLANES, o))
-        return [*specs, by_channel]
+            specs += [by_group] * (1 if self.zeros is None else 2)
+        else:
+            specs.append(by_channel)
+        return [*specs, *([] if self.bias is None else [by_channel])]
 
     def channel_scales(self, layer: Scalar) -> jax.Array:
         """Float32 [1, o] of a tile."""
         return self.scales[pl.ds(lax.rem(layer, jnp.int32(SUBLANES)), 1), :]
+
+    def with_bias(self, out: jax.Array, layer: Scalar, block: slice = slice(None)) -> jax.Array:
+        """Float32 [T, o] of a tile, or of a block of its outputs, with their bias if there is one."""
+        if self.bias is None:
+            return out
+        return out + self.bias[pl.ds(lax.rem(layer, jnp.int32(SUBLANES)), 1), block].astype(jnp.float32)
 
     def group_zeros(self, block: slice = slice(None)) -> jax.Array:
         """Float32 [G, o] of a tile, or of a block of its outputs."""
@@ -141,17 +152,19 @@ def _without_negative_zero(words: jax.Array) -> jax.Array:
 
 
 def split_refs(
-    refs: Sequence[Ref], beside_rows: bool, num_inputs: int, stored_zeros: bool
+    refs: Sequence[Ref], beside_rows: bool, num_inputs: int, stored_zeros: bool, has_bias: bool
 ) -> tuple[Ref | None, Matrix, Ref, list[Ref]]:
     """A kernel's references after x: what else there is of rows, the matrix, the result, the rest."""
-    beside_ref = zeros_ref = None
+    beside_ref = zeros_ref = bias_ref = None
     if beside_rows:
         beside_ref, *refs = refs
     values_ref, scales_ref, *refs = refs
     if stored_zeros:
         zeros_ref, *refs = refs
+    if has_bias:
+        bias_ref, *refs = refs
     out_ref, *refs = refs
-    return beside_ref, Matrix(values_ref, scales_ref, zeros_ref, num_inputs), out_ref, refs
+    return beside_ref, Matrix(values_ref, scales_ref, zeros_ref, num_inputs, bias_ref), out_ref, refs
 
 
 def sum_type(dtype: Any) -> Any:

@@ -98,6 +98,40 @@ def test_every_code_of_fp8_is_the_number_that_it_stands_for(rows: str, device_ki
     np.testing.assert_array_equal(found, np.broadcast_to(codes.astype(np.float64), (8, 256)))
 
 
+@pytest.mark.parametrize("by", ["tpu", "reference"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        MatmulCase(5, 384, 192, rows="int16", num_layers=11),
+        MatmulCase(100, 256, 320, num_layers=3),
+        MatmulCase(3, 256, 192, "uint4x2", group=64, zeros=True),
+        MatmulCase(70, 256, 192, group=128, zeros=True),
+    ],
+    ids=str,
+)
+def test_a_bias_is_added_before_the_result_is_rounded(case: MatmulCase, by: str) -> None:
+    x, values, scales, zeros, row_scales = case.operands()
+    bias = np.full(values.shape[:2], np.nan, np.float32)
+    bias[LAYER] = np.random.default_rng(1).normal(0, 100, values.shape[1])
+    target = Target(overrides=(("quantised_matmul", by),))
+
+    def run(bias_LO: np.ndarray | None, out_type: Any) -> np.ndarray:
+        @jax.jit
+        def multiplied(*arrays: Any) -> jax.Array:
+            settings = {"row_scale_T": row_scales, "bias_LO": bias_LO, "out_type": out_type, "target": target}
+            return quantised_matmul(*arrays, LAYER, **settings)
+
+        return np.asarray(multiplied(x, values, scales, zeros), np.float64)
+
+    exact = run(None, jnp.float32) + bias[LAYER]
+    # Of what is added up, whose sum may be near nothing.
+    size = np.abs(run(None, jnp.float32)) + np.abs(bias[LAYER])
+    for out_type, rounding in ((jnp.float32, 0.0), (jnp.bfloat16, 2.0**-8)):
+        found = run(bias, out_type)
+        # Once to the type, and in float32 the sum.
+        assert np.max(np.abs(found - exact) - rounding * np.abs(exact) - 2.0**-22 * size) <= 0
+
+
 @pytest.mark.parametrize("num_inputs", [10, 512])
 def test_numbers_of_four_bits_are_unpacked_as_they_were_packed(num_inputs: int) -> None:
     values = np.random.default_rng(0).integers(0, 16, (3, num_inputs))
@@ -117,6 +151,7 @@ def test_numbers_of_four_bits_are_unpacked_as_they_were_packed(num_inputs: int) 
         ({"scales": ((2, 3, 64), "float32")}, "3 groups of 256 inputs"),
         ({"zeros": ((2, 4, 64), "int8")}, r"zeros \(2, 4, 64\) beside scales \(2, 64\)"),
         ({"x": ((2, 256), "int8")}, r"rows \(2, 256\) of int8 want a scale each, not None"),
+        ({"bias_LO": ((64,), "float32")}, r"biases \(64,\) of a stack \(2, 64, 256\)"),
         ({"row_scale_T": ((2,), "float32")}, "rows of float32 have no scales of their own"),
         (
             {"x": ((2, 256), "int8"), "row_scale_T": ((2,), "float32"), "scales": ((2, 4, 64), "float32")},
@@ -139,6 +174,7 @@ def test_what_disagrees_is_named(changes: dict[str, Any], message: str) -> None:
             arrays.get("zeros"),
             0,
             row_scale_T=arrays.get("row_scale_T"),
+            bias_LO=arrays.get("bias_LO"),
         )
 
 
