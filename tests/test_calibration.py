@@ -12,6 +12,7 @@ from jaxserve.calibration import Calibration, cut_model, deepest_cut
 from jaxserve.config import LayerKind, ModelConfig
 from jaxserve.plan import StepShape
 from jaxserve.planning import MODELS, Footprint
+from jaxserve.planning.meshes import ALONE
 from jaxserve.planning.plan_records import Sizes
 from jaxserve.planning.precision import find_precision
 
@@ -57,7 +58,7 @@ def test_times_of_a_tiny_model(precision: str, monkeypatch: pytest.MonkeyPatch, 
     assert stages == ["measuring this machine's bandwidth and arithmetic", f"measuring steps in {precision}"]
     assert calibration.chip.memory_bandwidth > 1e8
     assert calibration.chip.peak("float32") > 1e8
-    assert (cost.kv_format, cost.page_size, cost.num_chips) == ("float32", 16, 1)
+    assert (cost.kv_format, cost.page_size, cost.mesh) == ("float32", 16, ALONE)
     for shape in (StepShape(1, 1, 1, decode=True), StepShape(2, 2, 2, decode=True), StepShape(64, 2, 2)):
         seconds = cost.step_seconds(shape, np.array([10]), np.array([1]))
         assert 1e-6 < seconds < 10

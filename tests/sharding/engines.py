@@ -79,13 +79,13 @@ CASES = {
     ),
     "windowed": Case(
         dataclasses.replace(DENSE, layers=(LayerKind(window=12), LayerKind()), qk_norm=True),
-        ("tensor=4",),
+        ("tensor=2", "tensor=4", "tensor=8"),
         {"host_kv_memory": 2**20},
     ),
     # So few pages in each replica that requests must give way to others.
     "replicas of windows": Case(
         dataclasses.replace(DENSE, layers=(LayerKind(window=12), LayerKind()), qk_norm=True),
-        ("data=2,tensor=4",),
+        ("data=2", "data=2,tensor=4"),
         {"page_size": 8, "num_pages": 9},
     ),
     "moe": Case(
@@ -97,7 +97,7 @@ CASES = {
             experts_per_token=3,
             expert_intermediate_size=24,
         ),
-        ("expert=4", "tensor=2,expert=4", "data=2,expert=4"),
+        ("tensor=2", "expert=4", "data=2", "tensor=2,expert=4", "data=2,expert=4"),
     ),
     # Two experts for each replica, whose four devices have slices of them.
     "shared experts": Case(
@@ -139,7 +139,7 @@ CASES = {
             experts_per_token=2,
             expert_intermediate_size=24,
         ),
-        ("tensor=2,expert=2,pipe=2",),
+        ("expert=2,pipe=2", "tensor=2,expert=2,pipe=2"),
         {"page_size": 8, "num_pages": 9},
     ),
     # Four experts for eight devices, and groups of 32 or 24 inputs of which a device has eight or six.
