@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxserve.config import LogprobsMode
+from jaxserve.engine.row_blocks import by_row_blocks
 from jaxserve.engine.state import BIAS_IDS, FLOAT_FIELDS, PROMPT_FLAG, STOP_IDS, Column, DeviceState
 from sharding import constrained, per_shard, shard_index
 
@@ -50,8 +51,8 @@ class SamplingRows:
     drafts: jax.Array | None
     """[R, K] int32 the drafts that come before the token to be sampled, V (out of range) where there are
     fewer; None if there are none in steps of this shape."""
-    ahead: jax.Array | int
-    """[R] int32 how many these are; 0 for all if there are none in steps of this shape."""
+    ahead: jax.Array
+    """[R] int32 how many these are."""
 
 
 @flax.struct.dataclass
@@ -93,7 +94,7 @@ def sampling_rows(
         key=sampling.key(slot_R),
         wants_logprobs=sampling.is_set(slot_R, Column.WANTS_LOGPROBS),
         drafts=drafts_RK,
-        ahead=ahead_R,
+        ahead=jnp.broadcast_to(jnp.asarray(ahead_R, jnp.int32), slot_R.shape),
     )
 
 
@@ -119,12 +120,13 @@ def sample(
     drawn_R = choose(logits_RV, rows, state, mesh)
     token_R = jnp.where(next_known_R >= 0, next_known_R, drawn_R)
 
-    def report() -> Sampled:
+    def report(logits_RV: jax.Array, rows: SamplingRows, token_R: jax.Array) -> Sampled:
         raw = logprobs_mode == "raw"
         scored_RV = logits_RV if raw else truncate(_adjusted(logits_RV, rows, state, mesh), rows)
         return _report(scored_RV, token_R, max_logprobs, mesh)
 
-    return jax.lax.cond(jnp.any(rows.wants_logprobs), report, lambda: unreported(token_R, max_logprobs))
+    told = functools.partial(by_row_blocks, report, logits_RV, rows, token_R)
+    return jax.lax.cond(jnp.any(rows.wants_logprobs), told, lambda: unreported(token_R, max_logprobs))
 
 
 def unreported(token_R: jax.Array, max_logprobs: int) -> Sampled:
@@ -137,7 +139,7 @@ def unreported(token_R: jax.Array, max_logprobs: int) -> Sampled:
 def choose(logits_RV: jax.Array, rows: SamplingRows, state: DeviceState, mesh: Mesh | None) -> jax.Array:
     """[R] a token for each row; arguments as of `sample`."""
 
-    def by_settings() -> jax.Array:
+    def by_settings(logits_RV: jax.Array, rows: SamplingRows) -> jax.Array:
         adjusted_RV = _adjusted(logits_RV, rows, state, mesh)
         return jax.lax.cond(
             jnp.any(rows.temperature > 0.0),
@@ -147,7 +149,8 @@ def choose(logits_RV: jax.Array, rows: SamplingRows, state: DeviceState, mesh: M
 
     # No array of logits leaves a condition where nobody asked for one: it would be copied.
     has_settings = jnp.any(_is_adjusted(rows, state) | (rows.temperature > 0.0))
-    return jax.lax.cond(has_settings, by_settings, lambda: _argmax(logits_RV, mesh))
+    chosen = functools.partial(by_row_blocks, by_settings, logits_RV, rows)
+    return jax.lax.cond(has_settings, chosen, lambda: _argmax(logits_RV, mesh))
 
 
 def _adjusted(logits_RV: jax.Array, rows: SamplingRows, state: DeviceState, mesh: Mesh | None) -> jax.Array:

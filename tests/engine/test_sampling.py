@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.config import CacheConfig, EngineConfig, LayerKind, ModelConfig
-from jaxserve.engine.sampling import adjust_logits, gumbel_noise, sample, sampling_rows, truncate
+from jaxserve.engine.sampling import Sampled, adjust_logits, gumbel_noise, sample, sampling_rows, truncate
 from jaxserve.engine.slots import load_slot, pack_load, seed_words
 from jaxserve.engine.state import DeviceState, make_state
 from jaxserve.model.cache import page_layouts
@@ -131,6 +131,36 @@ def test_every_row_of_a_mixed_batch_is_transformed_as_stated(
         assert np.isfinite(ours[row][tokens[row]])
         if params.greedy:
             assert tokens[row] == int(np.argmax(ours[row]))
+
+
+def test_many_rows_are_sampled_as_few() -> None:
+    rng = np.random.default_rng(7)
+    logits = jnp.asarray(rng.normal(0, 3, (96, VOCAB)), jnp.float32)
+    state = make_state(CONFIG, page_layouts(CONFIG, "cpu"))
+    settings = [
+        SamplingParams(temperature=0, logprobs=2),
+        SamplingParams(top_k=5, top_p=0.9, repetition_penalty=1.3),
+        SamplingParams(temperature=0.7, bad_token_ids=[1, 2, 3], min_p=0.1),
+    ]
+    for slot in range(NUM_ROWS):
+        load = load_of(slot, settings[slot % 3], [5, 6, 7], [8], seed=slot)
+        state = fill(state, pack_load(load, CONFIG))
+
+    @jax.jit
+    def sampled(logits: jax.Array, first: jax.Array) -> Sampled:
+        number = first + jnp.arange(len(logits), dtype=jnp.int32)
+        rows = sampling_rows(state, number % NUM_ROWS, 4 + number)
+        known = jnp.where(number % 7 == 0, 3, -1)
+        return sample(logits, rows, state, known, max_logprobs=4, logprobs_mode="processed")
+
+    together = sampled(logits, jnp.int32(0))
+    for first in range(0, 96, 8):
+        few = sampled(logits[first : first + 8], jnp.int32(first))
+        own = jax.tree.map(lambda array, first=first: array[first : first + 8], together)
+        np.testing.assert_array_equal(own.token, few.token)
+        np.testing.assert_array_equal(own.top_tokens, few.top_tokens)
+        np.testing.assert_array_equal(own.rank, few.rank)
+        np.testing.assert_allclose(own.logprob, few.logprob, rtol=1e-5, atol=1e-6)
 
 
 def assert_same_support(ours: np.ndarray, expected: np.ndarray, params: SamplingParams) -> None:
