@@ -16,7 +16,7 @@ import numpy.typing as npt
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jaxserve.config import EngineConfig
-from jaxserve.engine.shardings import everywhere, shardings_of
+from jaxserve.engine.shardings import shardings_of
 from jaxserve.engine.state import DeviceState
 from jaxserve.engine.words import fed, spans_processes
 from jaxserve.model.cache import CACHE_AXES, CacheGroup
@@ -169,16 +169,13 @@ def _compile(group: int, num_pages: int, state: DeviceState, mesh: Mesh | None) 
         return dataclasses.replace(state, cache=(*state.cache[:group], written, *state.cache[group + 1 :]))
 
     state_places = None if mesh is None else shardings_of(state)
+    read_fed, read_given = fed(read, 1, (pages,), mesh)
+    write_fed, write_given = write, (contents, *read_given)
     if spans_processes(mesh):
-        (read, read_given), (write, write_given) = (
-            fed(read, 1, (pages,), mesh),
-            fed(write, 1, (contents, pages), mesh),
-        )
-    else:
-        read_given, write_given = (everywhere(pages, mesh),), (contents, everywhere(pages, mesh))
+        write_fed, write_given = fed(write, 1, (contents, pages), mesh)
     return PageProgram(
-        jax.jit(read, out_shardings=_on_host(places)).lower(state, *read_given).compile(),
-        jax.jit(write, donate_argnums=0, out_shardings=state_places).lower(state, *write_given).compile(),
+        jax.jit(read_fed, out_shardings=_on_host(places)).lower(state, *read_given).compile(),
+        jax.jit(write_fed, donate_argnums=0, out_shardings=state_places).lower(state, *write_given).compile(),
         parts,
     )
 
@@ -187,8 +184,9 @@ def _place(shape: tuple[int, ...], mesh: Mesh | None) -> Sharding | None:
     """Where contents lie: cut as the pool is, or whole on every device for a host that has only some."""
     if mesh is None:
         return None
-    cut = named_sharding(shape, MOVED_AXES, mesh)
-    return NamedSharding(mesh, PartitionSpec()) if spans_processes(mesh) else cut
+    if spans_processes(mesh):
+        return NamedSharding(mesh, PartitionSpec())
+    return named_sharding(shape, MOVED_AXES, mesh)
 
 
 def _on_host(places: tuple[Sharding | None, ...]) -> tuple[Sharding | None, ...]:

@@ -93,7 +93,7 @@ class SlotSampling:
         """[R, MAX_BIASES] float32."""
         return self.floats[:, len(FLOAT_FIELDS) :][slot_R]
 
-    def allowed(self, slot_R: jax.Array, ahead_R: jax.Array | int) -> jax.Array:
+    def allowed(self, slot_R: jax.Array, ahead_R: jax.Array) -> jax.Array:
         """[R, ceil(V / 32)] uint32 a bit for each token that may come after so many drafts."""
         return self.masks[slot_R, 0] & self.masks[slot_R, 1 + ahead_R]
 

@@ -13,6 +13,7 @@ from jaxserve.config import ModelConfig
 from jaxserve.model.layers import Weight, product_flat
 from jaxserve.model.parameters import EXPERT_NAMES, ParameterInfo, expert_parameters
 from jaxserve.model.spread import cut_by, weight_specs
+from pallas_kernels.dispatch import Target
 from pallas_kernels.gated_activation import gated_activation
 from pallas_kernels.grouped_mlp import grouped_mlp
 from sharding import (
@@ -50,6 +51,7 @@ def expert_mlp(
     *,
     tile_rows: int,
     mesh: Mesh | None = None,
+    target: Target | None = None,
     num_here: int | None = None,
 ) -> jax.Array:
     """`[T, D]`: each row through its experts, weighted.
@@ -63,6 +65,7 @@ def expert_mlp(
         tile_rows: rows of one expert multiplied at a time.
         mesh: the devices over which the experts are spread; each runs its own, or its slice of each, and the
             results are added up.
+        target: the kind of those devices.
         num_here: experts that these devices have, where replicas share them out (`experts_of_replica`): each
             replica runs its own on the rows of all, and gets the sum of what becomes of its rows. None: all.
     """
@@ -80,6 +83,7 @@ def expert_mlp(
         model=model,
         tile_rows=tile_rows,
         mesh=mesh,
+        target=target,
         axis=cut_by(infos[0], mesh).axes[0],
         shared=shared,
     )
@@ -104,6 +108,7 @@ def _own_experts(
     model: ModelConfig,
     tile_rows: int,
     mesh: Mesh | None,
+    target: Target | None,
     axis: str | None,
     shared: bool,
 ) -> jax.Array:
@@ -127,7 +132,7 @@ def _own_experts(
         jnp.sum(expert_M[:, None] == own_E[None], axis=0, dtype=jnp.int32),
         layer * num_own,
         multiply=product_flat,
-        activate=functools.partial(gated_activation, activation=model.activation),
+        activate=functools.partial(gated_activation, activation=model.activation, target=target),
         tile_rows=tile_rows,
     )
     out_TD = out_TD.astype(x_TD.dtype)

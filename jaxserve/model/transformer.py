@@ -206,7 +206,8 @@ class Transformer:
 
     @property
     def _norm_settings(self) -> dict[str, Any]:
-        target = self.target if self.mesh is None else None  # XLA cuts rows over a mesh, not in a kernel.
+        # XLA cuts rows over a mesh, which it cannot do in a kernel.
+        target = self.target if self.mesh is None else replace(self.target, native=False)
         return {"eps": self.model.norm_eps, "exact_order": self.config.deterministic, "target": target}
 
     def _run_segment(
@@ -279,6 +280,7 @@ class Transformer:
                 model,
                 tile_rows=16 if self.config.deterministic else min(16, x_TD.shape[0]),
                 mesh=self.mesh,
+                target=self.target,
                 num_here=experts_of_replica(model, dict(self.config.mesh)),
             )
         else:

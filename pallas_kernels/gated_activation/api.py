@@ -7,11 +7,12 @@ from typing import Literal
 import jax
 
 from pallas_kernels.dispatch import Implementation, Target, choose
-from pallas_kernels.gated_activation.cpu import activate_cpu, obstacle
+from pallas_kernels.gated_activation.cpu import activate_cpu
 from pallas_kernels.gated_activation.reference import activate_reference
+from pallas_kernels.native import obstacle_in_float32
 
 IMPLEMENTATIONS = (
-    Implementation("cpu", "cpu", activate_cpu, obstacle),
+    Implementation("cpu", "cpu", activate_cpu, obstacle_in_float32),
     Implementation("reference", None, activate_reference),
 )
 

@@ -6,9 +6,6 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.native import GATED_ACTIVATION
-from pallas_kernels.native import obstacle_in_float32 as obstacle
-
-__all__ = ["activate_cpu", "obstacle"]
 
 _NUMBERS = ("silu", "gelu_tanh")
 """Of activations in the source."""

@@ -5,15 +5,16 @@ from __future__ import annotations
 import jax
 
 from pallas_kernels.dispatch import Implementation, Target, choose
-from pallas_kernels.rms_norm.cpu import add_and_norm_cpu, norm_cpu, obstacle
+from pallas_kernels.native import obstacle_in_float32
+from pallas_kernels.rms_norm.cpu import add_and_norm_cpu, norm_cpu
 from pallas_kernels.rms_norm.reference import add_and_norm_reference, norm_reference
 
 IMPLEMENTATIONS = (
-    Implementation("cpu", "cpu", norm_cpu, obstacle),
+    Implementation("cpu", "cpu", norm_cpu, obstacle_in_float32),
     Implementation("reference", None, norm_reference),
 )
 ADDING_IMPLEMENTATIONS = (
-    Implementation("cpu", "cpu", add_and_norm_cpu, obstacle),
+    Implementation("cpu", "cpu", add_and_norm_cpu, obstacle_in_float32),
     Implementation("reference", None, add_and_norm_reference),
 )
 

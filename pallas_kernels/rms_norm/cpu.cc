@@ -9,7 +9,7 @@
 
 namespace {
 
-using jaxserve::Broadcast, jaxserve::kWidth, jaxserve::Load, jaxserve::Store, jaxserve::Vector;
+using jaxserve::kWidth, jaxserve::Load, jaxserve::Store, jaxserve::Vector;
 
 struct Problem {
   const float *x, *y, *weight;  // y: what is added to x first, or null

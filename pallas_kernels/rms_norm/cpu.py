@@ -6,9 +6,6 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.native import RMS_NORM
-from pallas_kernels.native import obstacle_in_float32 as obstacle
-
-__all__ = ["add_and_norm_cpu", "norm_cpu", "obstacle"]
 
 
 def norm_cpu(x: jax.Array, weight_D: jax.Array, eps: float, *, exact_order: bool) -> jax.Array:
