@@ -311,6 +311,7 @@ class HostLoop:
 
     def _advance(self) -> None:
         planned = self._dispatch_next()
+        self._timer.learn()
         if self._swap is not None:
             self._swap.work(busy=planned or bool(self._in_flight))
         # A step whose groups are under way in a pipeline is not waited for, unless there is nothing else.
@@ -369,8 +370,7 @@ class HostLoop:
         return True
 
     def _wait(self) -> bool:
-        """Nothing can be planned and no step is under way: wait for what requests wait for, a mask or a
-        prompt. Returns whether there was something."""
+        """As nothing can be planned or is under way, wait for a mask or a prompt; whether one is due."""
         pending = self._gates.pending
         if pending or (self._prefills is not None and self._prefills.busy):
             self._stages.enter("wait")

@@ -17,11 +17,13 @@ class StepTimer:
         self._counts = counts
         self._clock = clock
         self._collected_at = -math.inf
+        self._to_learn: tuple[int, int, float] | None = None
         self.kept_busy = False
         """Whether the latest step left something to go on with at once."""
 
     def observe(self, step: ScheduledStep, dispatched_at: float) -> None:
         """A step has been collected: it took the time since its dispatch or the end of the one before."""
+        self.learn()
         now = self._clock()
         started = max(dispatched_at, self._collected_at)
         if self._scheduler.drafting is not None:
@@ -34,4 +36,13 @@ class StepTimer:
         if step.decodes_only:
             num_steps = step.plan.num_iterations
             self._counts.time_decode(step.plan.shape.rows, num_steps, num_steps * seconds)
-        self._scheduler.budget.observe(step.plan.shape.rows, step.most_rows, seconds)
+        self._to_learn = step.plan.shape.rows, step.most_rows, seconds
+        if not step.waited:
+            self.learn()
+
+    def learn(self) -> None:
+        """Let the budget know of the latest step, if it does not yet. While a step waits for one that is
+        collected, the device idles: what it took is learnt when the next one is under way."""
+        if self._to_learn is not None:
+            self._scheduler.budget.observe(*self._to_learn)
+            self._to_learn = None
