@@ -26,6 +26,8 @@ from sharding import (
     sum_to_replicas,
 )
 
+LEAST_TILE_ROWS, MOST_TILE_ROWS = 16, 256
+
 
 def route(x_TD: jax.Array, router_ED: jax.Array, model: ModelConfig) -> tuple[jax.Array, jax.Array]:
     """The experts `[T, k]` of each row, likeliest first, and their weights `[T, k]` in float32.
@@ -38,6 +40,27 @@ def route(x_TD: jax.Array, router_ED: jax.Array, model: ModelConfig) -> tuple[ja
     if model.norm_topk:
         weight_Tk = weight_Tk / jnp.sum(weight_Tk, axis=-1, keepdims=True)
     return expert_Tk.astype(jnp.int32), weight_Tk
+
+
+def expert_tile_rows(num_rows: int, model: ModelConfig, target: Target, *, exact: bool) -> int:
+    """How many rows of an expert are multiplied at a time.
+
+    A tile reads its expert's matrices from main memory, which takes a TPU or GPU as long as it takes to multiply
+    them with some 256 rows (`benchmarks/results/tpu-experts.json`). So most experts are to have one tile: twice
+    the rows of the mean one. On a CPU, whose caches hold a matrix's rows, more than 16 gain nothing.
+
+    Args:
+        num_rows: of the batch.
+        model: its experts.
+        target: the device.
+        exact: the same number for every batch, so that sums are in one order.
+    """
+    if exact:
+        return LEAST_TILE_ROWS
+    mean = -(-num_rows * model.experts_per_token // model.num_experts)
+    most = LEAST_TILE_ROWS if target.platform == "cpu" else MOST_TILE_ROWS
+    wanted = 1 << (2 * mean - 1).bit_length()
+    return min(max(LEAST_TILE_ROWS, min(wanted, most)), num_rows)
 
 
 def expert_mlp(
