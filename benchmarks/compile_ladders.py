@@ -2,10 +2,10 @@
 
     python -m benchmarks.compile_ladders [llama-3.1-8b@v6e-1 ...] [--write]
 
-Each ladder is that of `jaxserve compile MODEL --target TARGET`: decode steps of 8, 32 and 128 sequences, chunk
-steps of 256 and 2,048 rows, sampling included, bfloat16, from a configuration alone. `--write` puts what was
-measured into `benchmarks/results/compile-ladders.json`, beside what is there of others. Seconds mean something
-on an idle machine only: the load beside them tells.
+Each ladder is that of `jaxserve compile MODEL --target TARGET`: decode steps of 8, 32 and 128 sequences,
+chunk steps of 256 and 2,048 rows, sampling included, bfloat16, from a configuration alone. `--write` puts
+what was measured into `benchmarks/results/compile-ladders.json`, beside what is there of others. Seconds mean
+something on an idle machine only.
 
 Needs a TPU's compiler: the project's extra compilers-tpu.
 """
@@ -32,8 +32,6 @@ LADDERS = (
     "mixtral-8x7b@v6e-8",
     "qwen3-30b-a3b@v6e-4",
 )
-MOST_OF_POOL, MOST_SECONDS, MOST_SECONDS_IN_ALL = 0.02, 15.0, 180.0
-"""What a ladder is to keep to: temporaries, each step, all of them."""
 
 
 def main() -> None:
@@ -64,7 +62,7 @@ def compile_ladder(name: str) -> dict[str, Any]:
 
 
 def verdict(measured: dict[str, Any]) -> dict[str, Any]:
-    """The figures that are to be kept: of the pool, of a step, of all steps, and whether pools are in place."""
+    """The largest share of the pool and time of a step, that of all, and whether pools are in place."""
     steps = measured["steps"]
     return {
         "most_of_pool": max(step["temporary_bytes"] / step["pool_bytes"] for step in steps),

@@ -41,7 +41,7 @@ def stacked_product(
     num_outputs = math.prod(outputs)
 
     def joined(array: jax.Array) -> jax.Array:
-        # To join axes moves what it joins: of the layer's own little, of all layers' more than its matrix's part.
+        # To join axes is to move what they hold: of the layer's own little, of all layers much in each.
         if len(outputs) > 1 and target.platform == "tpu":
             array = jax.lax.dynamic_index_in_dim(array, layer, 0)
         return array.reshape(*array.shape[: -len(outputs)], num_outputs)

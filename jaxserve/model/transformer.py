@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from jaxserve.config import EngineConfig, LayerKind, ModelConfig, Segment
 from jaxserve.model.attention import write_and_attend
 from jaxserve.model.cache import CACHE_AXES, Cache, CacheGroup, LayerPlace, layer_places
-from jaxserve.model.experts import expert_mlp, expert_tile_rows
+from jaxserve.model.experts import expert_mlp
 from jaxserve.model.layer_weights import LayerWeights
 from jaxserve.model.layers import apply_rope, rope_kind, rope_tables
 from jaxserve.model.parameters import EXPERT_NAMES, experts_of_replica, layer_parameters
@@ -278,7 +278,7 @@ class Transformer:
                 down,
                 layer.repetition,
                 model,
-                tile_rows=expert_tile_rows(x_TD.shape[0], model, self.target, exact=self.config.deterministic),
+                exact=self.config.deterministic,
                 mesh=self.mesh,
                 target=self.target,
                 num_here=experts_of_replica(model, dict(self.config.mesh)),

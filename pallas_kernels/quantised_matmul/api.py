@@ -49,11 +49,11 @@ def quantised_matmul(
     Args:
         x_TI: the rows: floating point, or with a scale for each integers (`int8_matmul`) or float8_e4m3fn.
         values_LOI: int8, float8_e4m3fn, or uint8 `[L, O, I / 2]` of two numbers each, as `pack_nibbles` does.
-        scales: `[L, O]` for channels, or `[L, groups, O]` for groups of inputs; or `[1, ...]`, the layer's own.
+        scales: `[L, O]` for channels, `[L, groups, O]` for groups of inputs; or the layer's own, L being 1.
         zeros: integers in the form of `scales`; None for 0, or 8 for numbers of four bits.
         layer: which matrix.
         row_scale_T: float32, of rows of integers or of float8_e4m3fn.
-        bias_LO: what each matrix's outputs are added to, before the result is rounded; or `[1, O]`, the layer's.
+        bias_LO: what each matrix's outputs are added to, before the result is rounded; or the layer's own.
         out_type: of the result, which is rounded to it once, from float32.
         target: the device to trace for; None for any, which takes the reference.
 

@@ -69,7 +69,7 @@ def _instructions(hlo: str) -> Iterator[tuple[str, str, str]]:
 
 
 def _shapes(result: str, on_chip: bool) -> Iterator[str]:
-    """The dimensions, as text, of each array of a result that has any and lies in main memory, or anywhere."""
+    """The dimensions, as text, of each array of a result that has any and lies in main memory."""
     for dims, layout in ARRAY.findall(result):
         if dims and (on_chip or not FAST_MEMORY.search(layout)):
             yield dims

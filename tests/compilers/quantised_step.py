@@ -3,8 +3,8 @@
     python -m tests.compilers.quantised_step v6e-1 int8 int4
 
 Prints a line of JSON for each step: which implementation multiplies, how often, what the compiled program
-writes out that is as large as a stack of matrices, one of its layers, or either widened, and what it fetches onto
-the chip that is as large as all layers' scales or zeros.
+writes out that is as large as a stack of matrices, one of its layers, or either widened, and what it fetches
+onto the chip that is as large as all layers' scales or zeros.
 Needs the project's extra compilers-tpu, or for h200 compilers-gpu.
 """
 
