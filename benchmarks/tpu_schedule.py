@@ -154,14 +154,8 @@ def table_line(measured: Measured) -> str:
     )
 
 
-def measure_apart(chip: str, shape: str) -> Measured:
-    """In a process of its own: the compiler reads its settings once."""
-    (measured,) = measure_all_apart(chip, [shape])
-    return measured
-
-
 def measure_all_apart(chip: str, shapes: Sequence[str]) -> Iterator[Measured]:
-    """Several, one after the other."""
+    """One after the other, in a process of its own: the compiler reads its settings once."""
     command = [sys.executable, "-m", "benchmarks.tpu_schedule", "--one", chip, *shapes]
     with (
         tempfile.TemporaryFile("w+") as errors,

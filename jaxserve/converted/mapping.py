@@ -20,6 +20,10 @@ import ml_dtypes
 import numpy as np
 
 _ARRAY = ".zarray"
+_ALIGNED = "aligned"
+"""File in a checkpoint's folder, for chunks that begin elsewhere in the store's own."""
+_ALIGNMENT = 64
+"""Bytes: an array that does not begin at a multiple of them XLA copies before it is used on CPU."""
 _DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float8_e4m3fn": ml_dtypes.float8_e4m3fn}
 _PAGE_BYTES = mmap.PAGESIZE
 
@@ -30,7 +34,11 @@ def index_file(folder: Path) -> Path:
 
 
 def write_index(folder: Path) -> None:
-    """Note where the arrays of a checkpoint lie, whose chunks are not compressed."""
+    """Note where the arrays of a checkpoint lie, whose chunks are not compressed.
+
+    The store puts records of its own among them wherever it is at the time, so that which chunks begin at
+    odd places changes from one writing to the next; those are written once more, to begin where they should.
+    """
     arrays: dict[str, dict[str, Any]] = {}
     places: dict[str, Any] = {}
     for key, place in _values(folder):
@@ -43,7 +51,31 @@ def write_index(folder: Path) -> None:
     for key, place in places.items():
         array, _, chunk = key.rpartition("/")
         arrays[array].setdefault("places", {})[chunk] = place
+    _align(folder, arrays)
     index_file(folder).write_text(json.dumps(arrays), encoding="utf-8")
+
+
+def _align(folder: Path, arrays: dict[str, dict[str, Any]]) -> None:
+    """Copy the chunks of an index that begin elsewhere into a file where they do not, and name it there."""
+    chunks = [
+        (array, chunk, place)
+        for array in arrays.values()
+        for chunk, place in array.get("places", {}).items()
+        if not isinstance(place, str) and place[1] % _ALIGNMENT
+    ]
+    if not chunks:
+        return
+    with (folder / _ALIGNED).open("wb") as aligned:
+        for array, chunk, (name, offset) in chunks:
+            num_bytes = prod(array["chunks"]) * _dtype(array).itemsize
+            aligned.seek(-(-aligned.tell() // _ALIGNMENT) * _ALIGNMENT)
+            array["places"][chunk] = (_ALIGNED, aligned.tell())
+            aligned.write(np.memmap(folder / name, np.uint8, "r", offset, (num_bytes,)).data)
+
+
+def _dtype(array: dict[str, Any]) -> np.dtype[Any]:
+    """Of an array of an index."""
+    return np.dtype(_DTYPES.get(array["dtype"], array["dtype"]))
 
 
 def _values(folder: Path) -> Iterator[tuple[str, Any]]:
@@ -85,7 +117,7 @@ class MappedCheckpoint:
         stored = tuple(described["shape"][1:]) if described else None
         if described is None or stored != tuple(shape):
             raise ValueError(f"{self._folder}: array {name} has shape {stored}, expected {tuple(shape)}")
-        dtype = np.dtype(_DTYPES.get(described["dtype"], described["dtype"]))
+        dtype = _dtype(described)
         chunk = tuple(described["chunks"])
         if chunk == (1, *shape):
             found = self._chunk(described, (number,) + (0,) * len(shape), dtype)

@@ -20,6 +20,7 @@ namespace jaxserve::amx {
 
 constexpr int64_t kDeep = 64;     // inputs of a tile of weights or columns
 constexpr int64_t kOutputs = 32;  // that a thread takes at a time: two tiles
+constexpr int64_t kAhead = 4;     // tiles of weights: so far ahead they are fetched, along their own outputs
 constexpr int kLowBits = 7;       // of an int16, in a column of their own
 constexpr int64_t kTile = kSide * kDeep;
 
@@ -74,10 +75,10 @@ void Store(const int32_t* sums, int64_t rows, const Scaled& out) {
   });
 }
 
-// 32 outputs of up to two groups of rows. w [32, n]; columns [groups][n / 64] tiles. `ahead`: the weights of the
-// outputs that come next are fetched while these are multiplied.
+// 32 outputs of up to two groups of rows. w [32, n]; columns [groups][n / 64] tiles. `fetch`: these weights, but
+// for the first, and the first ones of the outputs that come next are fetched ahead of use.
 template <typename T, int kGroups>
-void Multiply(const int8_t* w, int64_t n, const int8_t* columns, int64_t rows, bool ahead, const Scaled& out) {
+void Multiply(const int8_t* w, int64_t n, const int8_t* columns, int64_t rows, bool fetch, const Scaled& out) {
   const int64_t tiles_bytes = (n + kDeep - 1) / kDeep * kTile;
   _tile_zero(0);
   _tile_zero(1);
@@ -98,7 +99,11 @@ void Multiply(const int8_t* w, int64_t n, const int8_t* columns, int64_t rows, b
   Written();
   int64_t k = 0;
   for (; k + kDeep <= n; k += kDeep, columns += kTile) {
-    for (int64_t o = 0; ahead && o < kOutputs; ++o) _mm_prefetch(w + (kOutputs + o) * n + k, _MM_HINT_T0);
+    if (fetch) {
+      const int64_t next = k + kAhead * kDeep;
+      const int8_t* weights = next < n ? w + next : w + kOutputs * n + next - n;
+      for (int64_t o = 0; o < kOutputs; ++o) _mm_prefetch(weights + o * n, _MM_HINT_T0);
+    }
     step(w + k, n, columns);
   }
   if (k < n) {
@@ -136,8 +141,7 @@ int64_t MultiplyAll(XLA_FFI_CallFrame* frame, const T* x, int64_t rows, const in
     ParallelFor(frame, num_groups, pack);
   else
     for (int64_t group = 0; group < num_groups; ++group) pack(group);
-  ParallelFor(frame, outputs / kOutputs, [&](int64_t piece) {
-    const Tiles tiles;
+  const auto multiply = [&](int64_t piece) {
     const int64_t o = piece * kOutputs;
     for (int64_t row = 0; row < rows; row += 2 * kGroup<T>) {
       const int8_t* packed = columns.get() + row / kGroup<T> * bytes;
@@ -146,6 +150,10 @@ int64_t MultiplyAll(XLA_FFI_CallFrame* frame, const T* x, int64_t rows, const in
       else
         Multiply<T, 1>(w + o * n, n, packed, rows - row, row == 0, out.From(row, o));
     }
+  };
+  Share(frame, outputs / kOutputs, [&](const Job::Pieces& pieces) {
+    const Tiles tiles;
+    pieces.ForEach(multiply);
   });
   return outputs / kOutputs * kOutputs;
 }

@@ -191,7 +191,7 @@ void MultiplyAll(XLA_FFI_CallFrame* frame, const T* x, int64_t rows, const int8_
                  int64_t n, const Scaled& all) {
   int64_t first = 0;  // Output that is left to do.
 #if JAXSERVE_AMX
-  if (rows > kRows && jaxserve::amx::Allowed()) {  // Fewer rows are as fast by vectors, or faster.
+  if (jaxserve::amx::Allowed()) {
     first = jaxserve::amx::MultiplyAll(frame, x, rows, weights, outputs, n, all);
     if (first == outputs) return;
   }

@@ -51,7 +51,25 @@ T* Data(const XLA_FFI_Buffer& buffer) {
 // come to the end of its own helps with those of the others.
 class Job {
  public:
-  Job(int64_t num_pieces, int64_t num_threads, std::function<void(int64_t)> work)
+  // Those that a thread takes.
+  class Pieces {
+   public:
+    Pieces(Job* job, int64_t own) : job_(job), own_(own) {}
+
+    template <typename F>
+    void ForEach(const F& work) const {
+      for (int64_t i = 0; i < job_->num_runs_; ++i) {
+        Run& run = job_->runs_[(own_ + i) % job_->num_runs_];
+        for (int64_t piece; (piece = run.next.fetch_add(1)) < run.end; job_->num_done_.fetch_add(1)) work(piece);
+      }
+    }
+
+   private:
+    Job* job_;
+    int64_t own_;
+  };
+
+  Job(int64_t num_pieces, int64_t num_threads, std::function<void(const Pieces&)> work)
       : num_runs_(num_threads), num_pieces_(num_pieces), work_(std::move(work)), runs_(new Run[num_threads]) {
     for (int64_t i = 0; i < num_runs_; ++i) {
       runs_[i].next = num_pieces * i / num_runs_;
@@ -60,11 +78,7 @@ class Job {
   }
 
   void Help() {
-    const int64_t own = num_helpers_.fetch_add(1);
-    for (int64_t i = 0; i < num_runs_; ++i) {
-      Run& run = runs_[(own + i) % num_runs_];
-      for (int64_t piece; (piece = run.next.fetch_add(1)) < run.end; num_done_.fetch_add(1)) work_(piece);
-    }
+    if (!Done()) work_(Pieces{this, num_helpers_.fetch_add(1)});
   }
 
   bool Done() const { return num_done_.load(std::memory_order_acquire) == num_pieces_; }
@@ -76,7 +90,7 @@ class Job {
   };
 
   const int64_t num_runs_, num_pieces_;
-  const std::function<void(int64_t)> work_;
+  const std::function<void(const Pieces&)> work_;
   const std::unique_ptr<Run[]> runs_;
   std::atomic<int64_t> num_helpers_{0}, num_done_{0};
 };
@@ -125,9 +139,10 @@ class Relay {
   std::atomic<int64_t> looking_{0};
 };
 
-// work(0) to work(num_pieces - 1), on this thread and on those of XLA's pool that are free. A thread that comes
-// after the last piece was taken finds nothing to do, so nobody waits for one that has not begun.
-inline void ParallelFor(XLA_FFI_CallFrame* frame, int64_t num_pieces, std::function<void(int64_t)> work) {
+// Pieces 0 to num_pieces - 1 for this thread and for those of XLA's pool that are free, each of which calls `work`
+// once with what it is to take. A thread that comes after the last piece was taken finds nothing to do, so nobody
+// waits for one that has not begun.
+inline void Share(XLA_FFI_CallFrame* frame, int64_t num_pieces, std::function<void(const Job::Pieces&)> work) {
   int64_t num_threads = 1;
   XLA_FFI_ThreadPool_NumThreads_Args count{};
   count.struct_size = XLA_FFI_ThreadPool_NumThreads_Args_STRUCT_SIZE;
@@ -149,6 +164,12 @@ inline void ParallelFor(XLA_FFI_CallFrame* frame, int64_t num_pieces, std::funct
   }
   job->Help();
   while (!job->Done()) std::this_thread::yield();
+}
+
+// work(0) to work(num_pieces - 1), shared out as above.
+template <typename F>
+void ParallelFor(XLA_FFI_CallFrame* frame, int64_t num_pieces, F work) {
+  Share(frame, num_pieces, [work = std::move(work)](const Job::Pieces& pieces) { pieces.ForEach(work); });
 }
 
 // Rows of an array, all its axes but the last.
