@@ -26,6 +26,8 @@ from sharding import (
     sum_to_replicas,
 )
 
+LEAST_TILE_ROWS, MOST_TILE_ROWS = 16, 256
+
 
 def route(x_TD: jax.Array, router_ED: jax.Array, model: ModelConfig) -> tuple[jax.Array, jax.Array]:
     """The experts `[T, k]` of each row, likeliest first, and their weights `[T, k]` in float32.
@@ -40,6 +42,27 @@ def route(x_TD: jax.Array, router_ED: jax.Array, model: ModelConfig) -> tuple[ja
     return expert_Tk.astype(jnp.int32), weight_Tk
 
 
+def expert_tile_rows(num_rows: int, model: ModelConfig, target: Target, *, exact: bool) -> int:
+    """How many rows of an expert are multiplied at a time.
+
+    A tile reads its expert's matrices from main memory, which takes a TPU or GPU as long as to multiply them
+    with some 256 rows (`benchmarks/results/tpu-experts.json`): an expert is to have few tiles, about as large
+    as its rows are many on the mean. Larger ones take longer to compile. On a CPU tiles stay at 16.
+
+    Args:
+        num_rows: of the batch.
+        model: its experts.
+        target: the device.
+        exact: the same number for every batch, so that sums are in one order.
+    """
+    if exact:
+        return LEAST_TILE_ROWS
+    mean = -(-num_rows * model.experts_per_token // model.num_experts)
+    most = LEAST_TILE_ROWS if target.platform == "cpu" else MOST_TILE_ROWS
+    wanted = 1 << (mean - 1).bit_length()
+    return min(max(LEAST_TILE_ROWS, min(wanted, most)), num_rows)
+
+
 def expert_mlp(
     x_TD: jax.Array,
     valid_T: jax.Array,
@@ -49,9 +72,9 @@ def expert_mlp(
     layer: jax.Array | int,
     model: ModelConfig,
     *,
-    tile_rows: int,
+    target: Target,
+    exact: bool,
     mesh: Mesh | None = None,
-    target: Target | None = None,
     num_here: int | None = None,
 ) -> jax.Array:
     """`[T, D]`: each row through its experts, weighted.
@@ -62,10 +85,10 @@ def expert_mlp(
         gate_up_LE2FD: the experts of one or more layers.
         down_LEDF: likewise.
         layer: which of these layers it is.
-        tile_rows: rows of one expert multiplied at a time.
+        target: the kind of the devices.
+        exact: sums are in one order, whatever the batch.
         mesh: the devices over which the experts are spread; each runs its own, or its slice of each, and the
             results are added up.
-        target: the kind of those devices.
         num_here: experts that these devices have, where replicas share them out (`experts_of_replica`): each
             replica runs its own on the rows of all, and gets the sum of what becomes of its rows. None: all.
     """
@@ -81,7 +104,7 @@ def expert_mlp(
     run_own = functools.partial(
         _own_experts,
         model=model,
-        tile_rows=tile_rows,
+        tile_rows=expert_tile_rows(x_TD.shape[0], model, target, exact=exact),
         mesh=mesh,
         target=target,
         axis=cut_by(infos[0], mesh).axes[0],

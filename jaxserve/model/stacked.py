@@ -41,14 +41,18 @@ def stacked_product(
     num_outputs = math.prod(outputs)
 
     def joined(array: jax.Array) -> jax.Array:
+        # To join axes is to move what they hold: of the layer's own little, of all layers much in each.
+        if len(outputs) > 1 and target.platform == "tpu":
+            array = jax.lax.dynamic_index_in_dim(array, layer, 0)
         return array.reshape(*array.shape[: -len(outputs)], num_outputs)
 
+    layer = jnp.asarray(layer, jnp.int32)
     out_TO = quantised_matmul(
         x_TI,
         values.reshape(values.shape[0], num_outputs, -1),
         joined(weight.scales),
         None if weight.zeros is None else joined(weight.zeros),
-        jnp.asarray(layer, jnp.int32),
+        layer,
         row_scale_T=row_scale_T,
         bias_LO=None if bias is None else joined(bias),
         out_type=out_type,

@@ -278,7 +278,7 @@ class Transformer:
                 down,
                 layer.repetition,
                 model,
-                tile_rows=16 if self.config.deterministic else min(16, x_TD.shape[0]),
+                exact=self.config.deterministic,
                 mesh=self.mesh,
                 target=self.target,
                 num_here=experts_of_replica(model, dict(self.config.mesh)),

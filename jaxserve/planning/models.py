@@ -12,6 +12,19 @@ _LLAMA_31_ROPE = LayerKind(
     rope_scaling=RopeScaling(kind="llama3", factor=8.0, original_max_position=8192),
 )
 
+_LLAMA_70B = ModelConfig(
+    family="llama",
+    vocab_size=128256,
+    hidden_size=8192,
+    intermediate_size=28672,
+    num_heads=64,
+    num_kv_heads=8,
+    head_size=128,
+    layers=(_LLAMA_31_ROPE,) * 80,
+    max_position=131072,
+    tie_embeddings=False,
+)
+
 MODELS: Mapping[str, ModelConfig] = {
     "smollm2-135m": ModelConfig(
         family="llama",
@@ -36,17 +49,22 @@ MODELS: Mapping[str, ModelConfig] = {
         max_position=131072,
         tie_embeddings=False,
     ),
-    "llama-3.1-70b": ModelConfig(
-        family="llama",
-        vocab_size=128256,
-        hidden_size=8192,
-        intermediate_size=28672,
-        num_heads=64,
+    "llama-3.1-70b": _LLAMA_70B,
+    "llama-3.3-70b": _LLAMA_70B,
+    "mixtral-8x7b": ModelConfig(
+        family="mixtral",
+        vocab_size=32000,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_heads=32,
         num_kv_heads=8,
         head_size=128,
-        layers=(_LLAMA_31_ROPE,) * 80,
-        max_position=131072,
+        layers=(LayerKind(rope_theta=1000000.0, experts=True),) * 32,
+        max_position=32768,
         tie_embeddings=False,
+        num_experts=8,
+        experts_per_token=2,
+        expert_intermediate_size=14336,
     ),
     "mixtral-8x22b": ModelConfig(
         family="mixtral",

@@ -1,4 +1,8 @@
-"""The operation's one entry: checks shapes at trace time, then picks an implementation."""
+"""The operation's one entry: checks shapes at trace time.
+
+There is one implementation on every platform, a loop of XLA's own fusions: `jax.lax.ragged_dot` makes XLA
+copy the layer's experts out of the stack first (`benchmarks/results/tpu-experts.json`).
+"""
 
 from __future__ import annotations
 

@@ -48,7 +48,8 @@ def multiply_reference(
 ) -> jax.Array:
     """See `int8_matmul`."""
     only = w_LOI.shape[0] == 1  # A slice is copied on CPU.
-    w_OI, scale_O = (w_LOI[0], scale_LO[0]) if only else (w_LOI[layer], scale_LO[layer])
+    w_OI = w_LOI[0] if only else w_LOI[layer]
+    scale_O = scale_LO[0 if scale_LO.shape[0] == 1 else layer]
     return _sums(x_TI, w_OI).astype(jnp.float32) * (scale_T[:, None] * scale_O[None])
 
 

@@ -49,11 +49,11 @@ def quantised_matmul(
     Args:
         x_TI: the rows: floating point, or with a scale for each integers (`int8_matmul`) or float8_e4m3fn.
         values_LOI: int8, float8_e4m3fn, or uint8 `[L, O, I / 2]` of two numbers each, as `pack_nibbles` does.
-        scales: `[L, O]` for channels, or `[L, groups, O]` for groups of inputs.
+        scales: `[L, O]` for channels, `[L, groups, O]` for groups of inputs; or the layer's own, L being 1.
         zeros: integers in the form of `scales`; None for 0, or 8 for numbers of four bits.
         layer: which matrix.
         row_scale_T: float32, of rows of integers or of float8_e4m3fn.
-        bias_LO: what each matrix's outputs are added to, before the result is rounded.
+        bias_LO: what each matrix's outputs are added to, before the result is rounded; or the layer's own.
         out_type: of the result, which is rounded to it once, from float32.
         target: the device to trace for; None for any, which takes the reference.
 
@@ -63,7 +63,7 @@ def quantised_matmul(
     Raises ValueError at trace time on shapes and types that disagree.
     """
     _check(x_TI, values_LOI, scales, zeros, row_scale_T)
-    if bias_LO is not None and bias_LO.shape != values_LOI.shape[:2]:
+    if bias_LO is not None and bias_LO.shape not in (values_LOI.shape[:2], (1, values_LOI.shape[1])):
         raise ValueError(f"biases {bias_LO.shape} of a stack {values_LOI.shape}: [L, O]")
     target = target or Target()
     chosen, interpret = choose(
@@ -105,8 +105,11 @@ def _check(
             f"rows {x_TI.shape} times a stack {values_LOI.shape} with {packing} numbers in a value: the last "
             "axes must agree"
         )
-    if scales.ndim not in (2, 3) or (scales.shape[0], scales.shape[-1]) != values_LOI.shape[:2]:
-        raise ValueError(f"scales {scales.shape} of a stack {values_LOI.shape}: [L, O] or [L, groups, O]")
+    layers = 1, values_LOI.shape[0]
+    if scales.ndim not in (2, 3) or scales.shape[0] not in layers or scales.shape[-1] != values_LOI.shape[1]:
+        raise ValueError(
+            f"scales {scales.shape} of a stack {values_LOI.shape}: [L, O] or [L, groups, O], L or 1 of them"
+        )
     if scales.ndim == 3 and x_TI.shape[1] % scales.shape[1]:
         raise ValueError(f"{scales.shape[1]} groups of {x_TI.shape[1]} inputs")
     if zeros is not None and zeros.shape != scales.shape:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from pallas_kernels.dispatch import Target, mosaic_gpu_missing
 from pallas_kernels.int8_matmul.reference import split_halves
 from pallas_kernels.quantised_matmul.nibbles import PAIR_DISTANCE
-from pallas_kernels.quantised_matmul.reference import with_bias
+from pallas_kernels.quantised_matmul.reference import index_in, with_bias
 
 if TYPE_CHECKING:
     from pallas_kernels.quantised_matmul.gpu_tiles import Sizes
@@ -138,7 +138,7 @@ def multiply_gpu(
     sums_TO = sums_PTO[0] if num_planes == 1 else sums_PTO[0] * 128 + sums_PTO[1]
     sums_TO = sums_TO[:num_rows].astype(jnp.float32)
     if not num_groups:
-        scale = jax.lax.dynamic_index_in_dim(scales, layer, 0)
+        scale = jax.lax.dynamic_index_in_dim(scales, index_in(scales, layer), 0)
         sums_TO = sums_TO * (scale if row_scale_T is None else row_scale_T[:, None] * scale)
     return sums_TO.astype(out_type)
 

@@ -25,7 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic_gpu import COMPILER_PARAMS, load_as, matrix_tile
 from pallas_kernels.quantised_matmul.nibbles import PAIR_DISTANCE
-from pallas_kernels.quantised_matmul.reference import MIDDLE_OF_NIBBLE
+from pallas_kernels.quantised_matmul.reference import MIDDLE_OF_NIBBLE, index_in
 
 Ref = Any
 """A reference to memory inside a kernel."""
@@ -233,12 +233,15 @@ class _Program:
     def _outputs(self, warpgroup: int) -> Any:
         return pl.ds(self.first_output + warpgroup * self.sizes.outputs, self.sizes.outputs)
 
+    def _layer(self, name: str) -> Any:
+        return index_in(self.refs[name], self.refs["layer"][0])
+
     def _fetch_scales(self) -> None:
         """Those of channels and rows, which are not needed before the end."""
         refs = self.refs
         if "channel_scales" in refs:
             for warpgroup in range(self.sizes.num_warpgroups):
-                source = refs["scales"].at[refs["layer"][0], self._outputs(warpgroup)]
+                source = refs["scales"].at[self._layer("scales"), self._outputs(warpgroup)]
                 plgpu.copy_gmem_to_smem(source, refs["channel_scales"].at[warpgroup], refs["scaled"])
         if "row_scale_tile" in refs:
             source = refs["row_scales"].at[pl.ds(self.first_row, self.sizes.rows)]
@@ -258,7 +261,7 @@ class _Program:
     def _fetch(self, step: jax.Array, slot: jax.Array) -> None:
         """Begin to copy what a step multiplies."""
         refs, halves, width = self.refs, self.numbers.halves, self.sizes.num_bytes
-        barrier, layer = refs["filled"].at[slot], refs["layer"][0]
+        barrier, layer = refs["filled"].at[slot], self._layer("values")
         for warpgroup in range(self.sizes.num_warpgroups):
             plgpu.copy_gmem_to_smem(
                 refs["values"].at[layer, self._outputs(warpgroup), pl.ds(step * width, width)],
@@ -279,7 +282,7 @@ class _Program:
             for name in ("scales", "zeros"):
                 for warpgroup in range(self.sizes.num_warpgroups if f"{name}_tiles" in refs else 0):
                     plgpu.copy_gmem_to_smem(
-                        refs[name].at[layer, group, self._outputs(warpgroup)],
+                        refs[name].at[self._layer(name), group, self._outputs(warpgroup)],
                         refs[f"{name}_tiles"].at[slot, half, warpgroup],
                         barrier,
                     )

@@ -32,7 +32,7 @@ def multiply_reference(
         return with_bias(multiply_reference(*operands, out_type=jnp.float32), bias_LO, layer, out_type)
 
     def own(stack: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_index_in_dim(stack, layer, 0, keepdims=False)
+        return jax.lax.dynamic_index_in_dim(stack, index_in(stack, layer), 0, keepdims=False)
 
     if x_TI.dtype == jnp.float8_e4m3fn and row_scale_T is not None:
         # Exact in bfloat16, which every device multiplies.
@@ -54,9 +54,14 @@ def multiply_reference(
     return _contract(x_TI, matrix_OI.astype(x_TI.dtype)).astype(out_type)
 
 
+def index_in(stack: Any, layer: Any) -> Any:
+    """Where a layer's part of an array is: that of one layer is its own."""
+    return 0 if stack.shape[0] == 1 else layer
+
+
 def with_bias(out_TO: jax.Array, bias_LO: jax.Array, layer: jax.Array | int, out_type: Any) -> jax.Array:
     """A product in float32 with a layer's bias added, in the type that is wanted."""
-    bias_1O = jax.lax.dynamic_index_in_dim(bias_LO, layer, 0)
+    bias_1O = jax.lax.dynamic_index_in_dim(bias_LO, index_in(bias_LO, layer), 0)
     return (out_TO + bias_1O.astype(jnp.float32)).astype(out_type)
 
 

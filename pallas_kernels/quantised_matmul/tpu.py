@@ -9,6 +9,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
+from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.dispatch import Target, interpreter
 from pallas_kernels.int8_matmul.reference import split_halves
@@ -72,7 +74,8 @@ def multiply_tpu(
 ) -> jax.Array:
     """See `quantised_matmul`. Sizes are for tests and tuning."""
     num_rows, num_inputs = x_TI.shape
-    matrix = Matrix(values_LOI, scales, zeros, num_inputs, bias_LO)
+    beside = [array if interpret else _left_in_place(array) for array in (scales, zeros, bias_LO)]
+    matrix = Matrix(values_LOI, *beside[:2], num_inputs, beside[2])
     sizes = sizes or choose_sizes(num_rows, matrix, target)
     padding = -num_rows % sizes.rows
     x_TI = jnp.pad(x_TI, ((0, padding), (0, 0)))
@@ -89,6 +92,14 @@ def multiply_tpu(
         interpret=interpreter(interpret),
     )
     return out_TO[:num_rows]
+
+
+def _left_in_place(array: jax.Array | None) -> jax.Array | None:
+    """What belongs to all matrices of a stack: XLA would fetch it whole into vector memory for each of them,
+    for the kernel to take one's."""
+    if array is None or array.shape[0] == 1 or not isinstance(array, Tracer):
+        return array
+    return pltpu.with_memory_space_constraint(array, pltpu.HBM)
 
 
 def choose_sizes(num_rows: int, matrix: Matrix, target: Target) -> Sizes:

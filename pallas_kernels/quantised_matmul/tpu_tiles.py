@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.quantised_matmul.reference import MIDDLE_OF_NIBBLE
+from pallas_kernels.quantised_matmul.reference import MIDDLE_OF_NIBBLE, index_in
 
 LANES, SUBLANES = 128, 8
 EIGHTH = jnp.float8_e4m3b11fnuz
@@ -94,24 +94,29 @@ class Matrix:
     def specs(self, outputs: int) -> list[pl.BlockSpec]:
         """Of tiles of so many outputs; the grid's first axis counts them, the first scalar is the layer."""
         specs = [pl.BlockSpec((1, outputs, self.num_bytes), lambda o, *rest: (rest[-1][0], o, 0))]
-        layers = min(SUBLANES, self.values.shape[0])
-        by_channel = pl.BlockSpec((layers, outputs), lambda o, *rest: (rest[-1][0] // SUBLANES, o))
-        if self.num_groups:
-            by_group = pl.BlockSpec((1, self.num_groups, outputs), lambda o, *rest: (rest[-1][0], 0, o))
-            specs += [by_group] * (1 if self.zeros is None else 2)
-        else:
-            specs.append(by_channel)
-        return [*specs, *([] if self.bias is None else [by_channel])]
+        return specs + [
+            self._grouped_spec(array, outputs) if array.ndim == 3 else self._channel_spec(array, outputs)
+            for array in self.operands()[1:]
+        ]
+
+    def _grouped_spec(self, array: jax.Array, outputs: int) -> pl.BlockSpec:
+        return pl.BlockSpec(
+            (1, self.num_groups, outputs), lambda o, *rest: (index_in(array, rest[-1][0]), 0, o)
+        )
+
+    def _channel_spec(self, array: jax.Array, outputs: int) -> pl.BlockSpec:
+        layers = min(SUBLANES, array.shape[0])
+        return pl.BlockSpec((layers, outputs), lambda o, *rest: (index_in(array, rest[-1][0]) // SUBLANES, o))
 
     def channel_scales(self, layer: Scalar) -> jax.Array:
         """Float32 [1, o] of a tile."""
-        return self.scales[pl.ds(lax.rem(layer, jnp.int32(SUBLANES)), 1), :]
+        return _row_of(self.scales, layer)
 
     def with_bias(self, out: jax.Array, layer: Scalar, block: slice = slice(None)) -> jax.Array:
         """Float32 [T, o] of a tile, or of a block of its outputs, with their bias if there is one."""
         if self.bias is None:
             return out
-        return out + self.bias[pl.ds(lax.rem(layer, jnp.int32(SUBLANES)), 1), block].astype(jnp.float32)
+        return out + _row_of(self.bias, layer, block).astype(jnp.float32)
 
     def group_zeros(self, block: slice = slice(None)) -> jax.Array:
         """Float32 [G, o] of a tile, or of a block of its outputs."""
@@ -135,6 +140,12 @@ class Matrix:
     def unit(self) -> float:
         """What a number is, by its EIGHTH."""
         return NIBBLE_UNIT if self.packed else FP8_UNIT
+
+
+def _row_of(ref: Ref, layer: Scalar, block: slice = slice(None)) -> jax.Array:
+    """[1, o]: a layer's row of a tile [up to 8 layers, o]."""
+    row = lax.rem(layer, jnp.int32(SUBLANES)) if ref.shape[0] > 1 else 0
+    return ref[pl.ds(row, 1), block]
 
 
 def _nibbles(packed: jax.Array) -> list[jax.Array]:

@@ -30,7 +30,9 @@ FAST_MEMORY = re.compile(r"S\([1-9]")
 """A layout's mark for memory on the chip, where a TPU keeps what it is about to read."""
 
 
-def whole_copies(hlo: str, read_only: Collection[int], in_place: Collection[int] = ()) -> tuple[str, ...]:
+def whole_copies(
+    hlo: str, read_only: Collection[int], in_place: Collection[int] = (), *, on_chip: bool = False
+) -> tuple[str, ...]:
     """Instructions, outside of fusions, that write such an array to the device's main memory.
 
     Args:
@@ -38,6 +40,7 @@ def whole_copies(hlo: str, read_only: Collection[int], in_place: Collection[int]
         read_only: numbers of elements of arrays that nothing should write. Only numbers are compared, since
             a copy may have another shape or type.
         in_place: numbers of elements of arrays that may be changed in place, but never copied or relaid.
+        on_chip: those too that write it to memory on the chip.
 
     Returns each as its name, opcode and type.
     """
@@ -46,7 +49,7 @@ def whole_copies(hlo: str, read_only: Collection[int], in_place: Collection[int]
         # Of an asynchronous pair the start's result lists operands too; the end's is what was written.
         if opcode in PASSES_ON or opcode.endswith("-start"):
             continue
-        sizes = [math.prod(map(int, dims.split(","))) for dims in _main_memory_shapes(result)]
+        sizes = [math.prod(map(int, dims.split(","))) for dims in _shapes(result, on_chip)]
         kept = [size for size in sizes if size in in_place and opcode not in WRITES_INTO]
         if kept or any(size in read_only for size in sizes):
             found.append(f"{name} {opcode} {result}")
@@ -65,8 +68,8 @@ def _instructions(hlo: str) -> Iterator[tuple[str, str, str]]:
             yield name, result, opcode
 
 
-def _main_memory_shapes(result: str) -> Iterator[str]:
+def _shapes(result: str, on_chip: bool) -> Iterator[str]:
     """The dimensions, as text, of each array of a result that has any and lies in main memory."""
     for dims, layout in ARRAY.findall(result):
-        if dims and not FAST_MEMORY.search(layout):
+        if dims and (on_chip or not FAST_MEMORY.search(layout)):
             yield dims

@@ -2,8 +2,9 @@
 
     python -m tests.compilers.quantised_step v6e-1 int8 int4
 
-Prints a line of JSON for each step: which implementation multiplies, how often, and what the compiled program
-writes out that is as large as a stack of matrices, one of its layers, or either widened.
+Prints a line of JSON for each step: which implementation multiplies, how often, what the compiled program
+writes out that is as large as a stack of matrices, one of its layers, or either widened, and what it fetches
+onto the chip that is as large as all layers' scales or zeros.
 Needs the project's extra compilers-tpu, or for h200 compilers-gpu.
 """
 
@@ -68,6 +69,7 @@ def compile_step(engine: Any, shape: StepShape) -> dict[str, Any]:
         "chosen": chosen["quantised_matmul"],
         "kernels": len(KERNEL.findall(text)),
         "copies": whole_copies(text, matrix_sizes(engine.abstract.params)),
+        "fetched": whole_copies(text, scale_sizes(engine.abstract.params), on_chip=True),
     }
 
 
@@ -86,6 +88,21 @@ def matrix_sizes(params: Any) -> set[int]:
         elif isinstance(entry, QuantisedWeight):
             sizes |= {math.prod(array.sharding.shard_shape(array.shape)) for array in entry.values}
     return sizes
+
+
+def scale_sizes(params: Any) -> set[int]:
+    """Numbers in one device's part of each stack of scales or zeros; of those as large as the norms' none."""
+    from jaxserve.quantization.stacked import StackedWeight
+
+    entries = params["segments"][0][0].values()
+    stacks = [
+        array
+        for entry in entries
+        if isinstance(entry, StackedWeight)
+        for array in (entry.scales, entry.zeros)
+    ]
+    sizes = {math.prod(array.sharding.shard_shape(array.shape)) for array in stacks if array is not None}
+    return sizes - {LAYERS * MODEL.hidden_size}
 
 
 if __name__ == "__main__":

@@ -49,6 +49,7 @@ ENTRY %main (p: f32[960]) -> f32[1] {
 }
 """
     assert whole_copies(hlo, {SLICE}) == ()
+    assert whole_copies(hlo, {SLICE}, on_chip=True) == ("copy.2 copy-done f32[960]{0:T(1024)S(1)}",)
     assert whole_copies(hlo.replace("T(1024)S(1)", "T(1024)"), {SLICE}) == (
         "copy.2 copy-done f32[960]{0:T(1024)}",
     )

@@ -31,6 +31,7 @@ def test_the_kernels_take_whole_stacks(target: str) -> None:
         # Those that multiply, and attention's.
         assert step["kernels"] > NUM_MATRICES
         assert step["copies"] == []
+        assert step["fetched"] == []
 
 
 @pytest.mark.compilers

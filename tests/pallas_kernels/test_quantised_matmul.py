@@ -132,6 +132,31 @@ def test_a_bias_is_added_before_the_result_is_rounded(case: MatmulCase, by: str)
         assert np.max(np.abs(found - exact) - rounding * np.abs(exact) - 2.0**-22 * size) <= 0
 
 
+@pytest.mark.parametrize("by", ["tpu", "reference"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        MatmulCase(5, 384, 192, rows="int16", num_layers=11),
+        MatmulCase(100, 256, 320, num_layers=11),
+        MatmulCase(3, 256, 192, "uint4x2", group=64, zeros=True),
+        MatmulCase(70, 256, 192, group=128, zeros=True),
+    ],
+    ids=str,
+)
+def test_scales_zeros_and_biases_may_be_those_of_the_layer_alone(case: MatmulCase, by: str) -> None:
+    x, values, scales, zeros, row_scales = case.operands()
+    bias = np.random.default_rng(1).normal(0, 100, values.shape[:2]).astype(np.float32)
+    target = Target(overrides=(("quantised_matmul", by),))
+
+    @jax.jit
+    def multiplied(x: Any, values: Any, scales: Any, zeros: Any, bias: Any) -> jax.Array:
+        settings = {"row_scale_T": row_scales, "bias_LO": bias, "target": target}
+        return quantised_matmul(x, values, scales, zeros, LAYER, **settings)
+
+    own = [None if array is None else array[LAYER : LAYER + 1] for array in (scales, zeros, bias)]
+    np.testing.assert_array_equal(multiplied(x, values, *own), multiplied(x, values, scales, zeros, bias))
+
+
 @pytest.mark.parametrize("num_inputs", [10, 512])
 def test_numbers_of_four_bits_are_unpacked_as_they_were_packed(num_inputs: int) -> None:
     values = np.random.default_rng(0).integers(0, 16, (3, num_inputs))

@@ -68,6 +68,7 @@ def test_parameters_are_counted() -> None:
         ("smollm2-135m", 134515008),
         ("llama-3.1-8b", 8030261248),
         ("llama-3.1-70b", 70553706496),
+        ("mixtral-8x7b", 46702792704),
         ("qwen3-30b-a3b", 30532122624),
     ],
 )
