@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Implementation, Target, choose
 from pallas_kernels.int8_matmul.cpu import multiply_cpu, round_and_multiply_cpu
 from pallas_kernels.int8_matmul.reference import multiply_reference, round_and_multiply_reference
+from pallas_kernels.int8_matmul.row import multiply_row, round_and_multiply_row
+from pallas_kernels.int8_matmul.row import obstacle as row_obstacle
 from pallas_kernels.native import obstacle
 
 IMPLEMENTATIONS = (
     Implementation("cpu", "cpu", multiply_cpu, obstacle),
+    Implementation("row", "cpu", multiply_row, row_obstacle),
     Implementation("reference", None, multiply_reference),
 )
 ROUNDING_IMPLEMENTATIONS = (
     Implementation("cpu", "cpu", round_and_multiply_cpu, obstacle),
+    Implementation("row", "cpu", round_and_multiply_row, row_obstacle),
     Implementation("reference", None, round_and_multiply_reference),
 )
 
@@ -44,7 +50,7 @@ def int8_matmul(
     if scale_T.shape != x_TI.shape[:1]:
         raise ValueError(f"scales {scale_T.shape} of rows {x_TI.shape}: there must be one of each")
     target = target or Target()
-    chosen, _ = choose("int8_matmul", IMPLEMENTATIONS, target, native=target.native)
+    chosen, _ = choose("int8_matmul", IMPLEMENTATIONS, target, **_facts(x_TI, w_LOI, target))
     return chosen.run(x_TI, w_LOI, jnp.asarray(layer, jnp.int32), scale_T, scale_LO)
 
 
@@ -63,8 +69,12 @@ def rounded_int8_matmul(
     """
     _check(x_TI, w_LOI, scale_LO)
     target = target or Target()
-    chosen, _ = choose("int8_matmul", ROUNDING_IMPLEMENTATIONS, target, native=target.native)
+    chosen, _ = choose("int8_matmul", ROUNDING_IMPLEMENTATIONS, target, **_facts(x_TI, w_LOI, target))
     return chosen.run(x_TI, w_LOI, jnp.asarray(layer, jnp.int32), scale_LO, row_bits=row_bits)
+
+
+def _facts(x_TI: jax.Array, w_LOI: jax.Array, target: Target) -> dict[str, Any]:
+    return {"native": target.native, "num_rows": x_TI.shape[0], "num_outputs": w_LOI.shape[1]}
 
 
 def _check(x_TI: jax.Array, w_LOI: jax.Array, scale_LO: jax.Array) -> None:

@@ -76,7 +76,7 @@ def load(folder: Path) -> str | None:
     return None
 
 
-def obstacle(native: bool) -> str | None:
+def obstacle(native: bool, **_: object) -> str | None:
     """Why a program may not use the kernels, or None. `native`: of its `Target`."""
     return None if native else "no kernels are built for this machine"
 

@@ -12,6 +12,8 @@ from pallas_kernels.ragged_paged_attention.gpu import attend_gpu
 from pallas_kernels.ragged_paged_attention.gpu import obstacle as gpu_obstacle
 from pallas_kernels.ragged_paged_attention.params import AttentionParams
 from pallas_kernels.ragged_paged_attention.reference import attend_reference
+from pallas_kernels.ragged_paged_attention.row import attend_row
+from pallas_kernels.ragged_paged_attention.row import obstacle as row_obstacle
 from pallas_kernels.ragged_paged_attention.tpu import attend_tpu, obstacle
 
 IMPLEMENTATIONS = (
@@ -20,6 +22,7 @@ IMPLEMENTATIONS = (
     ),
     Implementation("gpu", "gpu", attend_gpu, gpu_obstacle),
     Implementation("cpu", "cpu", attend_cpu, cpu_obstacle),
+    Implementation("row", "cpu", attend_row, row_obstacle),
     Implementation("reference", None, attend_reference),
 )
 
@@ -67,6 +70,8 @@ def ragged_paged_attention(
         params=params,
         table_shape=page_table_SP.shape,
         native=target.native,
+        num_rows=q_THh.shape[0],
+        single=single,
         compute=str(q_THh.dtype),
         queries_per_kv=q_THh.shape[1] // layout.num_kv_heads,
         capability=target.capability if target.platform == "gpu" else None,

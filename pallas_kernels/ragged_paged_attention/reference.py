@@ -10,6 +10,7 @@ of a block, p pages of a block, E planes of a kv head.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -38,13 +39,25 @@ def attend_reference(
     layout: PageLayout,
     params: AttentionParams,
     single: bool,
+    sums: Sums | None = None,
     **_: object,
 ) -> jax.Array:
-    """See `ragged_paged_attention`."""
-    pages = _Pages(pool, scales, first_page, sinks_H, layout, params)
+    """See `ragged_paged_attention`. `sums`: in place of those by dots, or in exact order."""
+    sums = sums or (EXACT if params.exact_order else DOTS)
+    pages = _Pages(pool, scales, first_page, sinks_H, layout, params, sums)
     if single:
         return _attend_single(q_THh, pages, page_table_SP, context_len_S)
     return _attend_ragged(q_THh, pages, page_table_SP, query_start_S1, context_len_S)
+
+
+@dataclass(frozen=True)
+class Sums:
+    """The two sums of a block, in float32."""
+
+    scores: Callable[[jax.Array, jax.Array], jax.Array]
+    """`[N, K, R, t]` of queries `[N, K, R, h]` and keys `[N, K, t, h]`."""
+    mix: Callable[[jax.Array, jax.Array], jax.Array]
+    """`[N, K, R, h]` of weights `[N, K, R, t]` and values `[N, K, t, h]`."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +70,7 @@ class _Pages:
     sinks_H: jax.Array | None
     layout: PageLayout
     params: AttentionParams
+    sums: Sums
 
 
 def _attend_single(
@@ -141,7 +155,7 @@ def _attend_tiles(
         visible_NRt = written_Nt[:, None] & (position_t[None, None] <= position_NR[:, :, None])
         if params.window:
             visible_NRt &= position_t[None, None] > position_NR[:, :, None] - params.window
-        score_NKRt = _contract(q_NKRh, k_NKth, params.exact_order)
+        score_NKRt = pages.sums.scores(q_NKRh, k_NKth)
         if params.softcap:
             score_NKRt = params.softcap * jnp.tanh(score_NKRt / params.softcap)
         visible_NKRt = visible_NRt[:, None]
@@ -149,9 +163,7 @@ def _attend_tiles(
         new_peak_NKR = jnp.maximum(peak_NKR, jnp.max(score_NKRt, axis=-1))
         weight_NKRt = jnp.where(visible_NKRt, jnp.exp(score_NKRt - new_peak_NKR[..., None]), 0.0)
         decay_NKR = jnp.exp(peak_NKR - new_peak_NKR)
-        out_NKRh = out_NKRh * decay_NKR[..., None] + _contract(
-            weight_NKRt, jnp.swapaxes(v_NKth, -1, -2), params.exact_order
-        )
+        out_NKRh = out_NKRh * decay_NKR[..., None] + pages.sums.mix(weight_NKRt, v_NKth)
         return out_NKRh, new_peak_NKR, total_NKR * decay_NKR + jnp.sum(weight_NKRt, axis=-1)
 
     first_block = jnp.int32(0)
@@ -176,13 +188,21 @@ def _nothing_seen(shape: tuple[int, ...], sinks_H: jax.Array | None) -> tuple[ja
     return jnp.broadcast_to(sinks_KR[None], shape), jnp.ones(shape, jnp.float32)
 
 
-def _contract(a_NKRx: jax.Array, b_NKtx: jax.Array, exact_order: bool) -> jax.Array:
-    """`[N, K, R, t]`: products summed over the last axis of both, in float32."""
-    if exact_order:
-        return jnp.sum(a_NKRx[:, :, :, None] * b_NKtx[:, :, None], axis=-1)
+def _dot(a_NKRx: jax.Array, b_NKtx: jax.Array) -> jax.Array:
     return jnp.einsum(
         "nkrx,nktx->nkrt", a_NKRx, b_NKtx, precision="highest", preferred_element_type=jnp.float32
     )
+
+
+def _multiply_and_reduce(a_NKRx: jax.Array, b_NKtx: jax.Array) -> jax.Array:
+    return jnp.sum(a_NKRx[:, :, :, None] * b_NKtx[:, :, None], axis=-1)
+
+
+DOTS = Sums(_dot, lambda weights, values: _dot(weights, jnp.swapaxes(values, -1, -2)))
+EXACT = Sums(
+    _multiply_and_reduce,
+    lambda weights, values: _multiply_and_reduce(weights, jnp.swapaxes(values, -1, -2)),
+)
 
 
 def _gather_block(

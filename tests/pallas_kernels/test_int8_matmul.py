@@ -18,6 +18,7 @@ from pallas_kernels.int8_matmul import int8_matmul, quantise_rows, rounded_int8_
 
 SHAPES = [
     (1, 16, 48),
+    (1, 577, 50),
     (1, 1, 1),
     (2, 7, 3),
     (3, 100, 49),

@@ -120,6 +120,21 @@ def test_the_reference_attends_to_each_rows_own_sequence(case: AttentionCase) ->
     check_single(case, "reference")
 
 
+@pytest.mark.parametrize("case", [case for case in CASES if case.head_size % 16 == 0], ids=str)
+def test_one_row_alone_is_added_up_by_slices(case: AttentionCase) -> None:
+    """Of the last sequence, of several blocks."""
+    singles, batch = last_rows(case, batch_of(case))
+    alone = dataclasses.replace(
+        batch,
+        q_THh=batch.q_THh[-1:],
+        page_table_SP=batch.page_table_SP[-1:],
+        query_start_S1=jnp.arange(2, dtype=jnp.int32),
+        context_len_S=batch.context_len_S[-1:],
+    )
+    out = attend(singles, alone, "row", single=True)
+    np.testing.assert_allclose(out, exact_rows(case)[1][-1:], atol=bound(case), rtol=0)
+
+
 @pytest.mark.parametrize("case", [CASES[i] for i in (0, 2, 7)], ids=str)
 def test_the_reference_in_exact_order_does_the_same(case: AttentionCase) -> None:
     check(case, "reference", exact_order=True)
@@ -218,7 +233,7 @@ def test_what_a_kernel_cannot_take_is_named() -> None:
     settings = {"layout": case.layout(), "params": case.params(), "single": False, "target": target}
     with pytest.raises(ValueError, match="by cpu: no kernels are built for this machine"):
         ragged_paged_attention(*batch_of(case).arguments, **settings)
-    with pytest.raises(ValueError, match="no implementation 'abacus': choose from tpu, gpu, cpu, reference"):
+    with pytest.raises(ValueError, match="no implementation 'abacus': choose from tpu, gpu, cpu, row, ref"):
         attend(case, batch_of(case), "abacus", single=False)
 
 
