@@ -45,9 +45,10 @@ class ChunkSizes:
 SHORT_TABLE_BYTES = 256 << 10
 """Of page tables that are kept in scalar memory whole, a quarter of it. Of a longer one, which stays in HBM,
 there is the row of the sequence that is being fetched."""
-
-
 OPAQUE_ZERO = 5
+"""Where a zero lies that the compiler knows nothing of. It takes a load from such an index for one that may
+be of anything, and keeps it; one of what was just stored it leaves out, and holds dozens of numbers in
+registers for hundreds of bundles, which spills."""
 
 
 class _Item(NamedTuple):
@@ -122,6 +123,7 @@ def attend_chunks(
     operands += [pool, *([scales] if scales is not None else [])]
     in_specs += [in_hbm] * (1 if scales is None else 2)
     state_type = pltpu.VMEM((num_heads, tile_rows, LANES), jnp.float32)
+    half_shape = sizes.rows_at_once, sizes.pages_per_block * layout.page_size
     return pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -134,11 +136,10 @@ def attend_chunks(
                 pltpu.VMEM((num_heads, tile_rows, value_lanes), jnp.float32),
                 state_type,
                 state_type,
-                pltpu.VMEM((2, sizes.rows_at_once, sizes.pages_per_block * layout.page_size), jnp.float32),
-                *[pltpu.VMEM((1, sizes.rows_at_once, sizes.pages_per_block * layout.page_size), q_KXW.dtype)]
-                * 2,
+                pltpu.VMEM((2, *half_shape), jnp.float32),
+                *[pltpu.VMEM((1, *half_shape), q_KXW.dtype)] * 2,
                 *[pltpu.VMEM((1, sizes.rows_at_once, LANES), jnp.float32)] * 2,
-                pltpu.SMEM((6,), jnp.int32),
+                pltpu.SMEM((OPAQUE_ZERO + 1,), jnp.int32),
                 *([pltpu.SMEM((1, table.shape[2]), jnp.int32)] if long_table else []),
             ],
         ),
@@ -256,8 +257,11 @@ class _Kernel:
     work: _Work
     q_ref: Ref
     score_ref: Ref
+    """float32 [2, rows, t]: scores of a pair's halves."""
     weight_refs: Sequence[Ref]
+    """[1, rows, t] for each half; apart, so that stores into one are known not to be into the other."""
     decay_refs: Sequence[Ref]
+    """float32 [1, rows, 128], likewise."""
     cursor_ref: Ref
     read_table: Callable[[Scalar, Scalar], None]
     """Makes ready, if a condition holds, for the pages of a sequence to be asked for."""
@@ -311,9 +315,7 @@ class _Kernel:
         other lies in vector memory, which there is more of than of registers."""
         pairs_per_head = self.q_ref.shape[1] // (2 * self.sizes.rows_at_once)
         num_pairs = self.softmax.layout.num_kv_heads * pairs_per_head
-        ring, opaque_zero = self.ring, self.cursor_ref[OPAQUE_ZERO]
-
-        compute = self.q_ref.dtype
+        ring, compute, opaque_zero = self.ring, self.q_ref.dtype, self.cursor_ref[OPAQUE_ZERO]
 
         def score(pair: Scalar, half: int) -> None:
             head, rows = self._place(pair, half, pairs_per_head)
@@ -325,10 +327,11 @@ class _Kernel:
         def weigh(pair: Scalar, half: int) -> None:
             head, rows = self._place(pair, half, pairs_per_head)
             _, scales = ring.scale_rows(slot, head)
-            state = self.softmax.at(head, rows)
-            weight, decay = state.weigh(self.score_ref[half], scales, compute, masked)
+            self.decay_refs[half][0] = self.softmax.at(head, rows).raise_peak(self.score_ref[half])
+            decay = self.decay_refs[half][opaque_zero]
+            state = self.softmax.at(head + opaque_zero, rows)
+            weight = state.weigh(self.score_ref[half], decay, scales, compute, masked)
             self.weight_refs[half][0] = weight
-            self.decay_refs[half][0] = decay
 
         def add(pair: Scalar, half: int) -> None:
             head, rows = self._place(pair, half, pairs_per_head)
@@ -389,7 +392,7 @@ def _kernel(
 ) -> None:
     sinks_ref, refs = (refs[0], refs[1:]) if has_sinks else (None, refs)
     pool_refs, out_ref, ring_refs, rest = split_refs(layout, refs)
-    *state, score_ref, w0, w1, d0, d1, cursor_ref = rest[:-1] if long_table else rest
+    out_state, peak, total, score_ref, *halves, cursor_ref = rest[:-1] if long_table else rest
     ring = PageRing(layout, *pool_refs, *ring_refs, eighths=eighths)
     work = _Work(
         query_start_ref,
@@ -401,7 +404,7 @@ def _kernel(
         params.window,
         ring.block_tokens,
     )
-    softmax = Softmax(state[0], state[1], state[2], sinks_ref, layout, params, ring.unit)
+    softmax = Softmax(out_state, peak, total, sinks_ref, layout, params, ring.unit)
 
     def read_table(wanted: Scalar, sequence: Scalar) -> None:
         if long_table:
@@ -422,8 +425,8 @@ def _kernel(
         work,
         q_ref,
         score_ref,
-        (w0, w1),
-        (d0, d1),
+        halves[:2],
+        halves[2:],
         cursor_ref,
         read_table,
         page_id,

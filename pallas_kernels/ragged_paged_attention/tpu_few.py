@@ -301,7 +301,8 @@ def _reduce(
         if is_last and value_bytes <= HALF_OF_REGISTERS:
             started = start_next()
         state = softmax.at(head, slice(None))
-        weight, decay = state.weigh(score, value_scales, compute, masked=True)
+        decay = state.raise_peak(score)
+        weight = state.weigh(score, decay, value_scales, compute, masked=True)
         state.add(weight, decay, [ring.operand(plane, compute) for plane in values])
         if is_last and value_bytes > HALF_OF_REGISTERS:
             started = start_next()
