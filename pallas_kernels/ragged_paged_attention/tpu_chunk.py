@@ -327,11 +327,10 @@ class _Kernel:
         def weigh(pair: Scalar, half: int) -> None:
             head, rows = self._place(pair, half, pairs_per_head)
             _, scales = ring.scale_rows(slot, head)
-            self.decay_refs[half][0] = self.softmax.at(head, rows).raise_peak(self.score_ref[half])
-            decay = self.decay_refs[half][opaque_zero]
-            state = self.softmax.at(head + opaque_zero, rows)
-            weight = state.weigh(self.score_ref[half], decay, scales, compute, masked)
+            state = self.softmax.at(head, rows)
+            weight, decay = state.weigh(self.score_ref[half], scales, compute, masked)
             self.weight_refs[half][0] = weight
+            self.decay_refs[half][0] = decay
 
         def add(pair: Scalar, half: int) -> None:
             head, rows = self._place(pair, half, pairs_per_head)

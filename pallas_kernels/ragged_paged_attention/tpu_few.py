@@ -301,8 +301,7 @@ def _reduce(
         if is_last and value_bytes <= HALF_OF_REGISTERS:
             started = start_next()
         state = softmax.at(head, slice(None))
-        decay = state.raise_peak(score)
-        weight = state.weigh(score, decay, value_scales, compute, masked=True)
+        weight, decay = state.weigh(score, value_scales, compute, masked=True)
         state.add(weight, decay, [ring.operand(plane, compute) for plane in values])
         if is_last and value_bytes > HALF_OF_REGISTERS:
             started = start_next()

@@ -97,44 +97,33 @@ class Softmax:
             score = jnp.where(self._visible(score.shape, last), score, MASKED)
         return score
 
-    def raise_peak(self, score: jax.Array) -> jax.Array:
-        """Take a block's scores, `[M, t]`, into the peaks. Returns what is left of all before, `[M, 128]`,
-        the same in all lanes."""
-        old_peak = self.peak_ref[...]
-        peak = jnp.maximum(old_peak, jnp.max(score, axis=-1, keepdims=True))
-        self.peak_ref[...] = peak
-        return jnp.exp2(old_peak - peak)
-
     def weigh(
-        self,
-        score: jax.Array,
-        decay: jax.Array,
-        scales: list[jax.Array] | None,
-        compute: jnp.dtype,
-        masked: bool,
-    ) -> jax.Array:
-        """Take a block into the totals. Returns what its values count for, `[M, t]`.
+        self, score: jax.Array, scales: list[jax.Array] | None, compute: jnp.dtype, masked: bool
+    ) -> tuple[jax.Array, jax.Array]:
+        """Take a block into peaks and totals. Returns what its values count for, `[M, t]`, and what is left
+        of all before, `[M, 128]`, the same in all lanes.
 
         Args:
             score: what `scores` returned.
-            decay: what `raise_peak` returned.
             scales: rows `[1, 128]` of the values' scales, or None.
             compute: the type in which weights and values are multiplied.
             masked: whether any of the scores stands for a position that must not be seen.
         """
-        peak = self.peak_ref[...]
+        old_peak = self.peak_ref[...]
+        peak = jnp.maximum(old_peak, jnp.max(score, axis=-1, keepdims=True))
         weights = [jnp.exp2(chunk - peak) for chunk in _chunks(score)]
+        decay = jnp.exp2(old_peak - peak)
+        self.peak_ref[...] = peak
         self.total_ref[...] = self.total_ref[...] * decay + functools.reduce(jnp.add, weights)
         weight = jnp.concatenate(weights, axis=1)
         if scales is not None:
             scaled = _times_rows(weight, [row * self.unit for row in scales])
             # The scale of a position that nobody wrote may be NaN.
             weight = jnp.where(score > MASKED, scaled, 0.0) if masked else scaled
-        return weight.astype(compute)
+        return weight.astype(compute), decay
 
     def add(self, weight: jax.Array, decay: jax.Array, values: list[jax.Array]) -> None:
-        """Take in a block's values, planes as `PageRing.operand` returns them, by what the two before
-        returned."""
+        """Take in a block's values, planes as `PageRing.operand` returns them, by what `weigh` returned."""
         for plane, value in enumerate(values):
             lanes = pl.ds(plane * LANES, LANES)
             product = _dot(weight, value, ((1,), (0,)))
