@@ -291,7 +291,9 @@ def _ours(shape: Shape, device: Any) -> Program:
         *([(layout.scales_shape(2), jnp.float32)] if layout.quantised else []),
     ]
     block_tokens = (chunk_sizes if shape.prefill else few_sizes).pages_per_block * PAGE_SIZE
-    block_bytes = layout.rows * LANES * jnp.dtype(layout.storage).itemsize * block_tokens // PAGE_SIZE
+    page_bytes = layout.rows * LANES * jnp.dtype(layout.storage).itemsize
+    page_bytes += 4 * layout.scale_rows * LANES if layout.quantised else 0
+    block_bytes = page_bytes * block_tokens // PAGE_SIZE
     rows = 2 * chunk_sizes.rows_at_once if shape.prefill else shape.num_kv_heads * shape.queries_per_kv
     work = block_bytes, 4 * rows * block_tokens * shape.head_size
     return "paged_attention_chunks" if shape.prefill else "paged_attention_few", attend, operands, work

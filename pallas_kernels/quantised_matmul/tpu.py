@@ -13,6 +13,7 @@ from jax.core import Tracer
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.dispatch import Target, interpreter
+from pallas_kernels.eighths import are_widened
 from pallas_kernels.int8_matmul.reference import split_halves
 from pallas_kernels.quantised_matmul.tpu_few import multiply_few
 from pallas_kernels.quantised_matmul.tpu_many import multiply_many
@@ -21,8 +22,6 @@ from pallas_kernels.quantised_matmul.tpu_tiles import LANES, Matrix, Sizes
 MAX_FEW_ROWS = 64
 """Rows up to which the matrix units wait for weights and not the other way round."""
 ROW_TYPES = ("float32", "bfloat16", "int8", "int16")
-WITHOUT_EIGHTHS = ("v4", "7x")
-"""Chips whose matrix units do not widen EIGHTHs."""
 FEW_TILE_BYTES, FEW_TILE_OUTPUTS = 4 << 20, 512
 MANY_TILE_OUTPUTS, MANY_TILE_ROWS = 512, 512
 MANY_TILES_BYTES = 60 << 20
@@ -106,7 +105,7 @@ def choose_sizes(num_rows: int, matrix: Matrix, target: Target) -> Sizes:
     """Tiles for so many rows."""
     row_bytes = matrix.values.shape[2]
     whole = -(-matrix.num_outputs // (2 * LANES)) * 2 * LANES
-    eighths = not any(name in target.device_kind for name in WITHOUT_EIGHTHS)
+    eighths = are_widened(target)
     if num_rows <= MAX_FEW_ROWS:
         rows = 8 if num_rows <= 8 else -(-num_rows // 16) * 16
         fitting = FEW_TILE_BYTES // row_bytes // (2 * LANES) * 2 * LANES

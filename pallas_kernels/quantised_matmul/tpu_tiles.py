@@ -15,14 +15,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.eighths import EIGHTH, FP8_UNIT, from_fp8
 from pallas_kernels.quantised_matmul.reference import MIDDLE_OF_NIBBLE, index_in
 
 LANES, SUBLANES = 128, 8
-EIGHTH = jnp.float8_e4m3b11fnuz
-"""What matrix units of v5 and v6 widen as they take it: e4m3 whose exponents mean four less, with the code of
-negative zero for a NaN. Its 16 smallest numbers are even steps from zero, so four bits are such numbers."""
-FP8_UNIT, NIBBLE_UNIT = 2.0**4, 2.0**13
-"""What fp8 and four bits are, by the EIGHTH of the same bits."""
+NIBBLE_UNIT = 2.0**13
+"""What four bits are, by the EIGHTH of the same bits."""
 Ref = Any
 """A reference to memory inside a kernel."""
 Scalar = jax.Array | int
@@ -134,7 +132,7 @@ class Matrix:
         tile = self.values[0, block, pl.ds(first, num_bytes)]
         if self.packed:
             return jnp.concatenate([pltpu.bitcast(half, EIGHTH) for half in _nibbles(tile)], axis=1)
-        return pltpu.bitcast(_without_negative_zero(pltpu.bitcast(tile, jnp.uint32)), EIGHTH)
+        return pltpu.bitcast(from_fp8(pltpu.bitcast(tile, jnp.uint32)), EIGHTH)
 
     @property
     def unit(self) -> float:
@@ -152,14 +150,6 @@ def _nibbles(packed: jax.Array) -> list[jax.Array]:
     """uint32: of four bytes each the lower halves, then the upper ones."""
     words = pltpu.bitcast(packed, jnp.uint32)
     return [(words >> jnp.uint32(shift)) & jnp.uint32(0x0F0F0F0F) for shift in (0, 4)]
-
-
-def _without_negative_zero(words: jax.Array) -> jax.Array:
-    """Of e4m3's bits, four numbers a word, those of EIGHTHs: zero has no sign, and a NaN only that."""
-    sizes = words & jnp.uint32(0x7F7F7F7F)
-    is_nan = ((sizes + jnp.uint32(0x01010101)) >> jnp.uint32(7)) & jnp.uint32(0x01010101)
-    is_not_zero = sizes + jnp.uint32(0x7F7F7F7F)
-    return sizes + is_nan | words & is_not_zero & jnp.uint32(0x80808080)
 
 
 def split_refs(

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Target, interpreter
+from pallas_kernels.eighths import are_widened
 from pallas_kernels.page_layout import LANES, PageLayout
 from pallas_kernels.ragged_paged_attention.params import AttentionParams
 from pallas_kernels.ragged_paged_attention.tpu_chunk import ChunkSizes, attend_chunks
@@ -78,6 +79,9 @@ def attend_tpu(
     pages = pool, scales, page_table_SP
     first_page = jnp.asarray(first_page, jnp.int32)
     shared = {"layout": layout, "params": params, "interpret": interpreter(interpret)}
+    shared["eighths"] = (
+        layout.kv_format == "float8_e4m3fn" and q_THh.dtype == jnp.bfloat16 and are_widened(target)
+    )
     shared["queries_per_kv"] = queries_per_kv = q_THh.shape[1] // layout.num_kv_heads
     num_rows_S = jnp.diff(query_start_S1)
     few_rows = 1 if single else min(MAX_FEW_ROWS, max(1, FEW_TILE // queries_per_kv))

@@ -11,7 +11,7 @@ positions of a block, W lanes of a query or of a result.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -45,6 +45,10 @@ class ChunkSizes:
 SHORT_TABLE_BYTES = 256 << 10
 """Of page tables that are kept in scalar memory whole, a quarter of it. Of a longer one, which stays in HBM,
 there is the row of the sequence that is being fetched."""
+OPAQUE_ZERO = 5
+"""Where a zero lies that the compiler knows nothing of. It takes a load from such an index for one that may
+be of anything, and keeps it; one of what was just stored it leaves out, and holds dozens of numbers in
+registers for hundreds of bundles, which spills."""
 
 
 class _Item(NamedTuple):
@@ -70,6 +74,7 @@ def attend_chunks(
     params: AttentionParams,
     queries_per_kv: int,
     sizes: ChunkSizes,
+    eighths: bool = False,
     interpret: Any = False,
 ) -> jax.Array:
     """`[K, T * G, V * 128]`: each row's attention, in the lanes of the planes that hold the values.
@@ -80,6 +85,7 @@ def attend_chunks(
         query_start_S1: int32, as in `ragged_paged_attention`.
         wanted_S: bool, False for a sequence to be skipped; its rows get finite numbers without meaning.
         first_page: int32 scalar.
+        eighths: whether fp8 is multiplied as EIGHTHs.
     """
     num_heads, num_rows, width = q_KXW.shape
     tile_rows = sizes.query_rows * queries_per_kv
@@ -102,6 +108,7 @@ def attend_chunks(
         pages_per_sequence=table_width,
         has_sinks=sinks_KM is not None,
         long_table=long_table,
+        eighths=eighths,
     )
 
     def per_tile(lanes: int) -> pl.BlockSpec:
@@ -116,6 +123,7 @@ def attend_chunks(
     operands += [pool, *([scales] if scales is not None else [])]
     in_specs += [in_hbm] * (1 if scales is None else 2)
     state_type = pltpu.VMEM((num_heads, tile_rows, LANES), jnp.float32)
+    half_shape = sizes.rows_at_once, sizes.pages_per_block * layout.page_size
     return pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -128,8 +136,10 @@ def attend_chunks(
                 pltpu.VMEM((num_heads, tile_rows, value_lanes), jnp.float32),
                 state_type,
                 state_type,
-                pltpu.VMEM((2, sizes.rows_at_once, sizes.pages_per_block * layout.page_size), jnp.float32),
-                pltpu.SMEM((5,), jnp.int32),
+                pltpu.VMEM((2, *half_shape), jnp.float32),
+                *[pltpu.VMEM((1, *half_shape), q_KXW.dtype)] * 2,
+                *[pltpu.VMEM((1, sizes.rows_at_once, LANES), jnp.float32)] * 2,
+                pltpu.SMEM((OPAQUE_ZERO + 1,), jnp.int32),
                 *([pltpu.SMEM((1, table.shape[2]), jnp.int32)] if long_table else []),
             ],
         ),
@@ -247,6 +257,12 @@ class _Kernel:
     work: _Work
     q_ref: Ref
     score_ref: Ref
+    """float32 [2, rows, t]: scores of a pair's halves."""
+    weight_refs: Sequence[Ref]
+    """[1, rows, t] for each half; apart, so that stores into one are known not to be into the other."""
+    decay_refs: Sequence[Ref]
+    """float32 [1, rows, 128], likewise."""
+    cursor_ref: Ref
     read_table: Callable[[Scalar, Scalar], None]
     """Makes ready, if a condition holds, for the pages of a sequence to be asked for."""
     page_id: Callable[[Scalar, Scalar], Scalar]
@@ -294,45 +310,59 @@ class _Kernel:
         pl.when(jnp.logical_not(all_visible))(lambda: self._reduce(item, slot, masked=True))
 
     def _reduce(self, item: _Item, slot: Scalar, masked: bool) -> None:
-        """All heads and rows, in pairs of halves: one half's scores are computed while the other's go
-        through the softmax."""
+        """All heads and rows, half a pair at a time: while the matrix units add one's values and compute the
+        next but one's scores, the one between them goes through the softmax. All that passes from one to the
+        other lies in vector memory, which there is more of than of registers."""
         pairs_per_head = self.q_ref.shape[1] // (2 * self.sizes.rows_at_once)
         num_pairs = self.softmax.layout.num_kv_heads * pairs_per_head
+        ring, compute, opaque_zero = self.ring, self.q_ref.dtype, self.cursor_ref[OPAQUE_ZERO]
 
         def score(pair: Scalar, half: int) -> None:
-            head, rows = self._place(pair, pairs_per_head)
-            last = self._last_visible(item, rows, half) if masked else None
-            q = self.q_ref.at[head, rows][self._half(half)]
-            self.score_ref[half] = self.softmax.scores(head, q, self.ring, slot, last)
+            head, rows = self._place(pair, half, pairs_per_head)
+            keys = [ring.operand(plane, compute) for plane in ring.keys(slot, head)]
+            last = self._last_visible(item, rows) if masked else None
+            scales, _ = ring.scale_rows(slot, head)
+            self.score_ref[half] = self.softmax.scores(self.q_ref[head, rows], keys, scales, last)
 
-        def absorb(pair: Scalar, half: int) -> None:
-            head, rows = self._place(pair, pairs_per_head)
-            self.softmax.at(head, rows).absorb(
-                head, self._half(half), self.score_ref[half], self.q_ref.dtype, self.ring, slot, masked
-            )
+        def weigh(pair: Scalar, half: int) -> None:
+            head, rows = self._place(pair, half, pairs_per_head)
+            _, scales = ring.scale_rows(slot, head)
+            state = self.softmax.at(head, rows)
+            weight, decay = state.weigh(self.score_ref[half], scales, compute, masked)
+            self.weight_refs[half][0] = weight
+            self.decay_refs[half][0] = decay
+
+        def add(pair: Scalar, half: int) -> None:
+            head, rows = self._place(pair, half, pairs_per_head)
+            values = [ring.operand(plane, compute) for plane in ring.values(slot, head)]
+            weight, decay = self.weight_refs[half][opaque_zero], self.decay_refs[half][opaque_zero]
+            self.softmax.at(head, rows).add(weight, decay, values)
 
         def reduce_pair(pair: jax.Array, _: None) -> None:
-            score(pair, 1)
-            absorb(pair, 0)
-            score(jnp.minimum(pair + 1, num_pairs - 1), 0)
-            absorb(pair, 1)
+            add(pair, 0)
+            weigh(pair, 1)
+            score(pair + 1, 0)
+            add(pair, 1)
+            weigh(pair + 1, 0)
+            score(pair + 1, 1)
 
         score(jnp.int32(0), 0)
-        lax.fori_loop(0, num_pairs, reduce_pair, None)
+        weigh(jnp.int32(0), 0)
+        score(jnp.int32(0), 1)
+        lax.fori_loop(0, num_pairs - 1, reduce_pair, None)
+        add(jnp.int32(num_pairs - 1), 0)
+        weigh(jnp.int32(num_pairs - 1), 1)
+        add(jnp.int32(num_pairs - 1), 1)
 
-    def _place(self, pair: Scalar, pairs_per_head: int) -> tuple[Scalar, Any]:
-        """A pair's head, and its rows of M."""
-        size = 2 * self.sizes.rows_at_once
-        first = pl.multiple_of(lax.rem(pair, pairs_per_head) * size, size)
-        return lax.div(pair, pairs_per_head), pl.ds(first, size)
+    def _place(self, pair: Scalar, half: int, pairs_per_head: int) -> tuple[Scalar, Any]:
+        """The head of half a pair, and its rows of M."""
+        size = self.sizes.rows_at_once
+        first = pl.multiple_of(lax.rem(pair, pairs_per_head) * (2 * size), 2 * size)
+        return lax.div(pair, pairs_per_head), pl.ds(first + half * size, size)
 
-    def _half(self, half: int) -> Any:
-        return pl.ds(half * self.sizes.rows_at_once, self.sizes.rows_at_once)
-
-    def _last_visible(self, item: _Item, rows: Any, half: int) -> jax.Array:
+    def _last_visible(self, item: _Item, rows: Any) -> jax.Array:
         """`[rows, 1]`: the last position that each row sees, counted from the block's first."""
-        at_once = self.sizes.rows_at_once
-        m = lax.broadcasted_iota(jnp.int32, (at_once, 1), 0) + (rows.start + half * at_once)
+        m = lax.broadcasted_iota(jnp.int32, (rows.size, 1), 0) + rows.start
         row = item.tile * self.sizes.query_rows + _quotient(m, self.queries_per_kv)
         first, end = self.work.rows(item)
         position = self.work.position(item, row) - item.block * self.ring.block_tokens
@@ -357,11 +387,12 @@ def _kernel(
     pages_per_sequence: int,
     has_sinks: bool,
     long_table: bool,
+    eighths: bool,
 ) -> None:
     sinks_ref, refs = (refs[0], refs[1:]) if has_sinks else (None, refs)
     pool_refs, out_ref, ring_refs, rest = split_refs(layout, refs)
-    *state, score_ref, cursor_ref = rest[:-1] if long_table else rest
-    ring = PageRing(layout, *pool_refs, *ring_refs)
+    out_state, peak, total, score_ref, *halves, cursor_ref = rest[:-1] if long_table else rest
+    ring = PageRing(layout, *pool_refs, *ring_refs, eighths=eighths)
     work = _Work(
         query_start_ref,
         context_len_ref,
@@ -372,7 +403,7 @@ def _kernel(
         params.window,
         ring.block_tokens,
     )
-    softmax = Softmax(state[0], state[1], state[2], sinks_ref, layout, params)
+    softmax = Softmax(out_state, peak, total, sinks_ref, layout, params, ring.unit)
 
     def read_table(wanted: Scalar, sequence: Scalar) -> None:
         if long_table:
@@ -388,7 +419,19 @@ def _kernel(
         return table_ref[sequence * pages_per_sequence + page] + first_page_ref[0]
 
     kernel = _Kernel(
-        ring, softmax, work, q_ref, score_ref, read_table, page_id, sizes, queries_per_kv, num_tiles
+        ring,
+        softmax,
+        work,
+        q_ref,
+        score_ref,
+        halves[:2],
+        halves[2:],
+        cursor_ref,
+        read_table,
+        page_id,
+        sizes,
+        queries_per_kv,
+        num_tiles,
     )
     per_core = num_tiles // sizes.num_cores
     tile = pl.program_id(0) * per_core + pl.program_id(1)
@@ -404,6 +447,7 @@ def _kernel(
     def _() -> None:
         ring.clear()
         cursor_ref[4] = jnp.int32(-1)
+        cursor_ref[OPAQUE_ZERO] = jnp.int32(0)
         ahead = lax.fori_loop(
             0,
             ring.num_buffers - 1,

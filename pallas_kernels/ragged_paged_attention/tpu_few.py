@@ -11,7 +11,7 @@ whole sublanes), t positions of a block, W lanes of a query or of a result.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,9 @@ from pallas_kernels.page_layout import LANES, PageLayout
 from pallas_kernels.ragged_paged_attention.params import AttentionParams
 from pallas_kernels.ragged_paged_attention.tpu_pages import PageRing, Ref, Scalar, ring_types, split_refs
 from pallas_kernels.ragged_paged_attention.tpu_softmax import MASKED, Softmax
+
+HALF_OF_REGISTERS = 128 << 10
+"""Bytes that 32 of 64 registers hold."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,7 @@ def attend_few(
     one_row: bool,
     sizes: FewSizes,
     partial: bool = False,
+    eighths: bool = False,
     interpret: Any = False,
 ) -> list[jax.Array]:
     """`[S, K, M, V * 128]`: each row's attention, in the lanes of the planes that hold the values.
@@ -67,6 +71,7 @@ def attend_few(
         sizes: sequences_per_step divides S.
         partial: whether what is returned is to be joined: results are float32, and there are also the
             logarithms, in base two, of each row's sum of exponentials, `[S, K, M, 128]`, all lanes the same.
+        eighths: whether fp8 is multiplied as EIGHTHs.
 
     Sequences without rows get zeros. See `ragged_paged_attention` for the rest.
     """
@@ -82,7 +87,8 @@ def attend_few(
     next_S = lax.cummin(jnp.where(end_S > 0, number_S, num_sequences), reverse=True)
     # In one dimension, an entry's address is its number.
     table_width = -(-page_table_SP.shape[1] // sizes.pages_per_block) * sizes.pages_per_block
-    table = jnp.pad(page_table_SP, ((0, 0), (0, table_width - page_table_SP.shape[1]))).reshape(-1)
+    table = page_table_SP + first_page
+    table = jnp.pad(table, ((0, 0), (0, table_width - table.shape[1]))).reshape(-1)
     value_lanes = LANES * max(layout.planes // 2, 1)
     out_lanes = [value_lanes, LANES] if partial else [value_lanes]
     kernel = functools.partial(
@@ -93,6 +99,7 @@ def attend_few(
         one_row=one_row,
         has_sinks=sinks_KM is not None,
         partial=partial,
+        eighths=eighths,
     )
 
     def per_sequence(*shape: int) -> pl.BlockSpec:
@@ -114,7 +121,7 @@ def attend_few(
     return pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=5,
+            num_scalar_prefetch=4,
             grid=(num_steps,),
             in_specs=in_specs,
             out_specs=[per_sequence(num_heads, num_rows, lanes) for lanes in out_lanes],
@@ -135,7 +142,6 @@ def attend_few(
         interpret=interpret,
         name="paged_attention_few",
     )(
-        first_page.reshape(1),
         jnp.pad(end_S, (0, 1)),
         jnp.pad(first_position_S, (0, 1)),
         jnp.pad(next_S, (0, 2), constant_values=num_sequences),
@@ -184,7 +190,6 @@ class _Sequences:
 
 
 def _kernel(
-    first_page_ref: Ref,  # SMEM [1]
     end_ref: Ref,  # SMEM [S + 1]
     first_position_ref: Ref,  # SMEM [S + 1]
     next_ref: Ref,  # SMEM [S + 2]
@@ -198,12 +203,13 @@ def _kernel(
     one_row: bool,
     has_sinks: bool,
     partial: bool,
+    eighths: bool,
 ) -> None:
     sinks_ref, refs = (refs[0], refs[1:]) if has_sinks else (None, refs)
     logarithm_ref, refs = _without_logarithm(layout, refs) if partial else (None, refs)
     pool_refs, out_ref, ring_refs, state = split_refs(layout, refs)
-    ring = PageRing(layout, *pool_refs, *ring_refs)
-    softmax = Softmax(state[0], state[1], state[2], sinks_ref, layout, params)
+    ring = PageRing(layout, *pool_refs, *ring_refs, eighths=eighths)
+    softmax = Softmax(state[0], state[1], state[2], sinks_ref, layout, params, ring.unit)
     sequences = _Sequences(end_ref, first_position_ref, next_ref, params.window, ring.block_tokens)
     per_step = q_ref.shape[0]
     first_sequence = pl.program_id(0) * per_step
@@ -223,7 +229,7 @@ def _kernel(
             block,
             sequences.low(sequence),
             high,
-            lambda page: table_ref[first_entry + page] + first_page_ref[0],
+            lambda page: table_ref[first_entry + page],
         )
         return sequences.advance(item)
 
@@ -240,8 +246,6 @@ def _kernel(
 
         ring.wait(slot, block, low, high)
         ring.drop_unwritten(slot, block, low, high)
-        # Here, where its scalar instructions share bundles with the arithmetic below.
-        ahead = start(number + num_ahead, ahead)
         local = sequence - first_sequence
         block_start = block * ring.block_tokens
         first_position = sequences.first_position(sequence)
@@ -251,11 +255,14 @@ def _kernel(
         else:
             row_M1 = lax.broadcasted_iota(jnp.int32, (q_ref.shape[2], 1), 0) // queries_per_kv
             last_M1 = jnp.minimum(first_position + row_M1, high - 1)
-        for head in range(layout.num_kv_heads):
-            q = q_ref[local, head]
-            score = softmax.scores(head, q, ring, slot, last_M1 - block_start)
-            state = softmax.at(head, slice(None))
-            state.absorb(head, slice(None), score, q.dtype, ring, slot, masked=True)
+        ahead = _reduce(
+            ring,
+            softmax,
+            slot,
+            q_ref.at[local],
+            last_M1 - block_start,
+            lambda: start(number + num_ahead, ahead),
+        )
 
         @pl.when(sequences.is_last(item))
         def _() -> None:
@@ -271,6 +278,34 @@ def _kernel(
     ring.clear()
     item = sequences.begin(first_sequence)
     lax.fori_loop(0, num_items, step, (item, lax.fori_loop(0, num_ahead, start, item)))
+
+
+def _reduce(
+    ring: PageRing, softmax: Softmax, slot: Scalar, q_ref: Ref, last_M1: Scalar, start_next: Callable[[], Any]
+) -> Any:
+    """Reduce the block in a buffer, and begin to fetch another. Returns what `start_next` does.
+
+    The compiler lets no fetch overtake a load from any of the buffers. So it comes after the last load, and
+    if registers can hold what that gets, before most of the arithmetic, with which its many scalar
+    instructions then share bundles.
+    """
+    layout, compute = ring.layout, q_ref.dtype
+    value_bytes = ring.block_tokens * softmax.out_ref.shape[-1] * jnp.dtype(layout.storage).itemsize
+    started = None
+    for head in range(layout.num_kv_heads):
+        key_scales, value_scales = ring.scale_rows(slot, head)
+        keys = [ring.operand(plane, compute) for plane in ring.keys(slot, head)]
+        score = softmax.scores(q_ref[head], keys, key_scales, last_M1)
+        values = ring.values(slot, head)
+        is_last = head == layout.num_kv_heads - 1
+        if is_last and value_bytes <= HALF_OF_REGISTERS:
+            started = start_next()
+        state = softmax.at(head, slice(None))
+        weight, decay = state.weigh(score, value_scales, compute, masked=True)
+        state.add(weight, decay, [ring.operand(plane, compute) for plane in values])
+        if is_last and value_bytes > HALF_OF_REGISTERS:
+            started = start_next()
+    return started
 
 
 def _without_logarithm(layout: PageLayout, refs: Sequence[Ref]) -> tuple[Ref, tuple[Ref, ...]]:

@@ -15,6 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.eighths import EIGHTH, FP8_UNIT, from_finite_fp8
 from pallas_kernels.page_layout import LANES, PageLayout
 
 Ref = Any
@@ -61,6 +62,8 @@ class PageRing:
     """[num_buffers, p, scale_rows, 128]."""
     semaphores_ref: Ref
     """[num_buffers]; counts what arrived in a buffer."""
+    eighths: bool = False
+    """Whether the matrix units are given fp8 as EIGHTHs, among which there is no NaN here."""
 
     @property
     def num_buffers(self) -> int:
@@ -75,7 +78,7 @@ class PageRing:
         return self.pages_per_block * self.layout.page_size
 
     def clear(self) -> None:
-        """Zeros in all buffers; an integer has no NaN and needs none."""
+        """Zeros in all buffers; where there is no NaN they need none."""
         if not self._has_nan:
             return
 
@@ -144,19 +147,34 @@ class PageRing:
         def _() -> None:
             drop_on_page_of(low)
 
-    def keys(self, slot: Scalar, head: Scalar, compute: jnp.dtype) -> list[jax.Array]:
-        """The planes `[t, 128]` that hold a head's keys."""
-        return [self._plane(slot, head, plane, compute) for plane in range(self._key_planes)]
+    @property
+    def unit(self) -> float:
+        """What a stored number is, by that which is multiplied in its place."""
+        return FP8_UNIT if self.eighths else 1.0
 
-    def values(self, slot: Scalar, head: Scalar, compute: jnp.dtype) -> list[jax.Array]:
-        """The planes `[t, 128]` that hold a head's values; in a shared plane they are the upper lanes."""
+    def keys(self, slot: Scalar, head: Scalar) -> list[jax.Array]:
+        """The planes `[t, 128]` that hold a head's keys, as they are stored."""
+        return [self._plane(slot, head, plane) for plane in range(self._key_planes)]
+
+    def values(self, slot: Scalar, head: Scalar) -> list[jax.Array]:
+        """The planes `[t, 128]` that hold a head's values, as they are stored; in a shared plane they are the
+        upper lanes."""
         planes = range(self.layout.planes - self._key_planes, self.layout.planes)
-        return [self._plane(slot, head, plane, compute) for plane in planes]
+        return [self._plane(slot, head, plane) for plane in planes]
 
-    def scale_rows(self, slot: Scalar, head: Scalar) -> tuple[list[jax.Array], list[jax.Array]]:
-        """A head's key scales and value scales, as rows `[1, 128]` of the block's positions."""
+    def operand(self, plane: jax.Array, compute: jnp.dtype) -> jax.Array:
+        """What is multiplied in its place, smaller by `unit`."""
+        if self.eighths:
+            return pltpu.bitcast(from_finite_fp8(pltpu.bitcast(plane, jnp.uint32)), EIGHTH)
+        return plane.astype(compute)
+
+    def scale_rows(
+        self, slot: Scalar, head: Scalar
+    ) -> tuple[list[jax.Array], list[jax.Array]] | tuple[None, None]:
+        """A head's key scales and value scales, as rows `[1, 128]` of the block's positions; None if none."""
         scales_ref = self.page_scales_ref
-        assert scales_ref is not None
+        if scales_ref is None:
+            return None, None
         rows_per_head = 2 * self.layout.page_size // LANES
 
         def row(page: int, number: int) -> jax.Array:
@@ -181,19 +199,19 @@ class PageRing:
 
     @property
     def _has_nan(self) -> bool:
-        return jnp.issubdtype(jnp.dtype(self.layout.storage), jnp.floating)
+        return jnp.issubdtype(jnp.dtype(self.layout.storage), jnp.floating) and not self.eighths
 
     @property
     def _key_planes(self) -> int:
         return max(self.layout.planes // 2, 1)
 
-    def _plane(self, slot: Scalar, head: Scalar, plane: int, compute: jnp.dtype) -> jax.Array:
+    def _plane(self, slot: Scalar, head: Scalar, plane: int) -> jax.Array:
         page_size = self.layout.page_size
         first = (head * self.layout.planes + plane) * page_size
         if isinstance(first, jax.Array):
             first = pl.multiple_of(first, page_size)
         rows = self.pages_ref[slot, :, pl.ds(first, page_size), :]
-        return rows.reshape(self.block_tokens, LANES).astype(compute)
+        return rows.reshape(self.block_tokens, LANES)
 
     def _wanted(self, block: Scalar, low: Scalar, high: Scalar) -> tuple[Scalar, Scalar]:
         """The first page, and the one after the last, that hold any of [low, high), counted in the block."""

@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.page_layout import LANES, PageLayout
 from pallas_kernels.ragged_paged_attention.params import AttentionParams
-from pallas_kernels.ragged_paged_attention.tpu_pages import PageRing, Ref, Scalar
+from pallas_kernels.ragged_paged_attention.tpu_pages import Ref, Scalar
 
 LOG2E = math.log2(math.e)
 MASKED = -1e30
@@ -39,6 +39,8 @@ class Softmax:
     """float32 [K, M, 128]."""
     layout: PageLayout
     params: AttentionParams
+    unit: float
+    """What a stored key or value is, by what is multiplied in its place."""
 
     def reset(self) -> None:
         """Nothing seen but the sinks."""
@@ -68,65 +70,64 @@ class Softmax:
         return dataclasses.replace(self, out_ref=out_ref, peak_ref=peak_ref, total_ref=total_ref)
 
     def scores(
-        self, head: Scalar, q: jax.Array, ring: PageRing, slot: Scalar, last: Scalar | None
+        self, q: jax.Array, keys: list[jax.Array], scales: list[jax.Array] | None, last: Scalar | None
     ) -> jax.Array:
-        """Scores in base two, float32 `[rows, t]`.
+        """Scores in base two, float32 `[M, t]`.
 
         Args:
-            q: queries `[rows, W]`, the planes side by side.
+            q: queries `[M, W]`, the planes side by side.
+            keys: the planes `[t, 128]`, as `PageRing.operand` returns them.
+            scales: rows `[1, 128]` of the keys' scales, or None.
             last: the last position that a row sees, counted from the block's first, one for all or
-                `[rows, 1]`; None if all see all.
+                `[M, 1]`; None if all see all.
         """
         params = self.params
-        planes = ring.keys(slot, head, q.dtype)
         products = [
-            _dot(q[:, i * LANES : (i + 1) * LANES], plane, ((1,), (1,))) for i, plane in enumerate(planes)
+            _dot(q[:, i * LANES : (i + 1) * LANES], plane, ((1,), (1,))) for i, plane in enumerate(keys)
         ]
         score = functools.reduce(jnp.add, products)
-        if self.layout.quantised:
-            score = _times_rows(score, ring.scale_rows(slot, head)[0])
+        if scales is not None:
+            score = _times_rows(score, scales)
+        scale = params.scale * self.unit
         if params.softcap:
-            score = jnp.tanh(score * (params.scale / params.softcap)) * (params.softcap * LOG2E)
+            score = jnp.tanh(score * (scale / params.softcap)) * (params.softcap * LOG2E)
         else:
-            score = score * (params.scale * LOG2E)
+            score = score * (scale * LOG2E)
         if last is not None:
             score = jnp.where(self._visible(score.shape, last), score, MASKED)
         return score
 
-    def absorb(
-        self,
-        head: Scalar,
-        rows: Any,
-        score: jax.Array,
-        compute: jnp.dtype,
-        ring: PageRing,
-        slot: Scalar,
-        masked: bool,
-    ) -> None:
-        """Take in a block for some rows of one head.
+    def weigh(
+        self, score: jax.Array, scales: list[jax.Array] | None, compute: jnp.dtype, masked: bool
+    ) -> tuple[jax.Array, jax.Array]:
+        """Take a block into peaks and totals. Returns what its values count for, `[M, t]`, and what is left
+        of all before, `[M, 128]`, the same in all lanes.
 
         Args:
-            rows: which of M, a slice.
-            score: what `scores` returned for them.
+            score: what `scores` returned.
+            scales: rows `[1, 128]` of the values' scales, or None.
             compute: the type in which weights and values are multiplied.
             masked: whether any of the scores stands for a position that must not be seen.
         """
-        old_peak = self.peak_ref[rows]
+        old_peak = self.peak_ref[...]
         peak = jnp.maximum(old_peak, jnp.max(score, axis=-1, keepdims=True))
         weights = [jnp.exp2(chunk - peak) for chunk in _chunks(score)]
         decay = jnp.exp2(old_peak - peak)
-        self.peak_ref[rows] = peak
-        self.total_ref[rows] = self.total_ref[rows] * decay + functools.reduce(jnp.add, weights)
+        self.peak_ref[...] = peak
+        self.total_ref[...] = self.total_ref[...] * decay + functools.reduce(jnp.add, weights)
         weight = jnp.concatenate(weights, axis=1)
-        if self.layout.quantised:
-            scaled = _times_rows(weight, ring.scale_rows(slot, head)[1])
+        if scales is not None:
+            scaled = _times_rows(weight, [row * self.unit for row in scales])
             # The scale of a position that nobody wrote may be NaN.
             weight = jnp.where(score > MASKED, scaled, 0.0) if masked else scaled
-        weight = weight.astype(compute)
-        for plane, values in enumerate(ring.values(slot, head, compute)):
+        return weight.astype(compute), decay
+
+    def add(self, weight: jax.Array, decay: jax.Array, values: list[jax.Array]) -> None:
+        """Take in a block's values, planes as `PageRing.operand` returns them, by what `weigh` returned."""
+        for plane, value in enumerate(values):
             lanes = pl.ds(plane * LANES, LANES)
-            product = _dot(weight, values, ((1,), (0,)))
-            self.out_ref[rows, lanes] = self.out_ref[rows, lanes] * decay + product
+            product = _dot(weight, value, ((1,), (0,)))
+            self.out_ref[:, lanes] = self.out_ref[:, lanes] * decay + product
 
     def _visible(self, shape: tuple[int, ...], last: Any) -> jax.Array:
         """Which positions of a block are seen, `last` being counted from its start."""

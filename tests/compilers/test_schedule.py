@@ -42,12 +42,12 @@ def test_decoding_waits_for_memory_and_not_for_instructions(chip: str) -> None:
     assert measured.bundles < peer.bundles
 
 
-@pytest.mark.parametrize("chip", ["v5e", "v6e"])
+@pytest.mark.parametrize("chip", ["v5e", "v5p", "v6e"])
 def test_prefill_keeps_the_matrix_units_busy(chip: str) -> None:
     measured, peer = (schedules(chip)[name] for name in (PREFILL, f"{PREFILL} peer"))
     assert measured.mxu_share > 0.6
     assert operations_a_bundle(measured) > operations_a_bundle(peer)
-    assert measured.spills / measured.bundles < 0.2 < peer.spills / peer.bundles
+    assert measured.spills / measured.bundles < (0.01 if chip == "v6e" else 1e-9) < peer.spills / peer.bundles
 
 
 @pytest.mark.parametrize("chip", ["v5e", "v5p", "v6e"])
