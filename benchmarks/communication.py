@@ -94,9 +94,10 @@ def _other_seconds(model: ModelConfig, chip: Chip, mesh_name: str, shape: StepSh
     programs = mesh.pipe if shape.decode else 1
     rows, logit_rows = programs * shape.rows, programs * shape.logit_rows
     whole = StepShape(rows, programs * shape.sequences, logit_rows, decode=shape.decode)
+    # The shape is that of each replica, the sequences are those of all.
     if shape.decode:
-        contents = np.full(rows, CONTEXT), np.ones(rows, np.int64)
+        contents = np.full(mesh.data * rows, CONTEXT), np.ones(mesh.data * rows, np.int64)
     else:
-        contents = np.zeros(1, np.int64), np.full(1, rows)
+        contents = np.zeros(mesh.data, np.int64), np.full(mesh.data, rows)
     cost = CostModel(Footprint.of(model), chip, mesh=mesh).cost(whole, *contents)
     return (cost.seconds - cost.collectives) / programs

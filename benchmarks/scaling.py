@@ -53,7 +53,7 @@ MODELS: Mapping[str, ModelConfig] = {
         expert_intermediate_size=512,
     ),
 }
-AXES = {"dense": ("tensor", "pipe"), "experts": ("expert",)}
+AXES = {"dense": ("tensor", "pipe", "data"), "experts": ("expert", "data")}
 """Of each model, along which it is spread."""
 CHUNK, REPEATS, ROUNDS = 128, 12, 24
 
@@ -137,7 +137,9 @@ def measure(model: ModelConfig, mesh_name: str, groups: int, slots: int) -> dict
         "groups": groups,
         "compile_seconds": compile_seconds,
         "decode": _told(programs.steps[decode].run, slots, _decode_seconds(engine, decode, slots)),
-        "prefill": _told(programs.steps[chunk].run, CHUNK, _prefill_seconds(engine, chunk)),
+        "prefill": _told(
+            programs.steps[chunk].run, CHUNK * config.num_replicas, _prefill_seconds(engine, chunk)
+        ),
     }
 
 
@@ -156,11 +158,14 @@ def _told(program: Any, num_tokens: int, seconds: float) -> dict[str, Any]:
 
 
 def _prefill_seconds(engine: Any, shape: StepShape) -> float:
-    """The median of several steps from dispatch to result, each of a prompt that begins."""
-    plan = StepPlan.of([SequencePlan(0, CHUNK)], (), shape)
+    """The median of several steps from dispatch to result, each of a prompt that begins in every replica."""
+    of_each = engine.limits.num_slots // engine.limits.num_replicas
+    slots = range(0, engine.limits.num_slots, of_each)
+    plan = StepPlan.of([SequencePlan(slot, CHUNK) for slot in slots], (), shape)
     times: list[float] = []
     for _ in range(REPEATS):
-        engine.load_slot(_load(0, CHUNK))
+        for slot in slots:
+            engine.load_slot(_load(slot, 0, CHUNK))
         started = time.perf_counter()
         engine.collect(engine.dispatch(plan))
         times.append(time.perf_counter() - started)
@@ -171,8 +176,9 @@ def _decode_seconds(engine: Any, shape: StepShape, slots: int) -> float:
     """The median time in which every sequence moves on by a token, each step being waited for when the next
     one has been started."""
     groups = engine.limits.decode_groups
+    of_each = slots // engine.limits.num_replicas
     for slot in range(slots):
-        engine.load_slot(_load(slot, 1))
+        engine.load_slot(_load(slot, slot % of_each, 1))
     plans = [
         StepPlan.of([SequencePlan(slot, 1) for slot in range(group, slots, groups)], (), shape)
         for group in range(groups)
@@ -190,8 +196,9 @@ def _decode_seconds(engine: Any, shape: StepShape, slots: int) -> float:
     return statistics.median(end - start for start, end in itertools.pairwise(ends[1:]))
 
 
-def _load(slot: int, rows: int) -> SlotLoad:
-    pages = tuple(range(1 + slot * 32, 33 + slot * 32))
+def _load(slot: int, number: int, rows: int) -> SlotLoad:
+    """`number`: of the slot in its replica, which has pages of its own."""
+    pages = tuple(range(1 + number * 32, 33 + number * 32))
     return SlotLoad(
         slot=slot,
         tokens=[1] * rows,

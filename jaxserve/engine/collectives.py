@@ -6,7 +6,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 _OPERATIONS = "all-reduce|all-gather|reduce-scatter|all-to-all|ragged-all-to-all|collective-permute"
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
@@ -21,6 +21,8 @@ _BELOW = re.compile(r"ROOT .* compare\(.*%([\w.\-]+)\), direction=LT")
 _MESH_GROUPS = re.compile(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}")
 _MESH_AXIS = re.compile(r"'([^']+)'=(\d+)")
 _BRANCHES = re.compile(r"\b(?:branch_computations=\{([^}]*)\}|(?:true|false)_computation=%?([\w.\-]+))")
+_SCATTER = "all-reduce-scatter"
+"""How the computation of a TPU's fusion begins that is a sum in its text, and leaves each device a part."""
 _CALLED = re.compile(r"\b(?:calls|to_apply|condition)=%?([\w.\-]+)")
 
 
@@ -73,7 +75,22 @@ def _walk(
         for branch in _branches(line):
             _walk(computations, branch, times, True, found)
         for called in _CALLED.findall(line):
-            _walk(computations, called, times, conditional, found)
+            if called.startswith(_SCATTER):
+                sums = (_collective(inner, conditional) for inner in computations.get(called, ()))
+                found.update({_scattered(one): times for one in sums if one is not None})
+            else:
+                _walk(computations, called, times, conditional, found)
+
+
+def _scattered(whole: Collective) -> Collective:
+    """A sum of which each device is left with its part."""
+    parts = max(whole.num_devices, 1)
+    return replace(
+        whole,
+        operation="reduce-scatter",
+        num_elements=whole.num_elements // parts,
+        num_bytes=whole.num_bytes // parts,
+    )
 
 
 def _turns(computations: Mapping[str, list[str]], loop: str) -> int:

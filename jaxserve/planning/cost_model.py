@@ -13,7 +13,8 @@ On a mesh, all figures are those of the chip that has most to do:
   on. Rows that decode are as many groups in turn as there are stages, so that all move on by a token in as
   many ticks, each with a head and an overhead of its own; the host is taken to keep up. Prompts pass in
   parts, while stages wait for the first and the last of them.
-- data: a shape is that of each replica, whose weights are its own; sequences are spread evenly.
+- data: a shape is that of each replica, whose weights are its own but for experts that they share out;
+  sequences are spread evenly.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ ALL_REDUCE_LATENCY = 4e-6
 LOGITS_PASSES = 2
 """Times that the float32 logits cross the memory: written by the head, read by sampling."""
 _ACTIVATION_BYTES = 2
+_CHOICE_BYTES = 4 + 4
+"""Of an expert that a row has chosen: its number and its weight."""
 
 Counts = npt.NDArray[np.integer[Any]]
 """Whole numbers, one a sequence."""
@@ -87,7 +90,7 @@ class Roofline(NamedTuple):
 
 
 class Exchanges(NamedTuple):
-    """Of a step, between the chips of a replica."""
+    """Of a step, between chips."""
 
     number: int
     sent_bytes: float
@@ -237,7 +240,8 @@ class CostModel:
 
     def exchanges(self, shape: StepShape) -> Exchanges:
         """What the chips of a replica say to each other: a sum after the embedding and after both parts of
-        each layer, and of stages what each hands on in a tick, and the last one's to all."""
+        each layer, and of stages what each hands on in a tick, and the last one's to all. And where replicas
+        share out experts, what they say to each other."""
         mesh, ticks = self.mesh, self._ticks(shape)
         row_bytes = self.footprint.model.hidden_size * _ACTIVATION_BYTES
         entering, of_a_part = (
@@ -252,11 +256,21 @@ class CostModel:
             (ticks.programs, mesh.pipe * mesh.across, entering),
             (ticks.programs, mesh.pipe, leaving),
         )
+        replicas = self._between_replicas(ticks.number, -(-shape.rows // ticks.parts))
         return Exchanges(
-            moves + sum(times for times, chips, _ in sums if chips > 1),
+            moves + sum(times for times, chips, _ in sums if chips > 1) + replicas.number,
             moves * of_a_part
-            + sum(times * 2 * (chips - 1) / chips * num_bytes for times, chips, num_bytes in sums),
+            + sum(times * 2 * (chips - 1) / chips * num_bytes for times, chips, num_bytes in sums)
+            + replicas.sent_bytes,
         )
+
+    def _between_replicas(self, num_ticks: int, rows: int) -> Exchanges:
+        """To the experts of all go each one's rows, and what these have chosen and by which weights, in two
+        all-gathers; the sums come back in a reduce-scatter. `rows`: of a replica in a tick."""
+        model, others = self.stage.model, self.footprint.num_expert_parts(self.mesh) - 1
+        layers = num_ticks * sum(kind.experts for kind in model.layers) if others else 0
+        row_bytes = 2 * model.hidden_size * _ACTIVATION_BYTES + model.experts_per_token * _CHOICE_BYTES
+        return Exchanges(3 * layers, layers * others * rows * row_bytes)
 
     def _exchange_seconds(self, shape: StepShape) -> float:
         """By rings that run in both directions."""

@@ -75,10 +75,13 @@ class Footprint:
         Rows are taken to choose experts independently and evenly. `mesh`: as of `active_weights`; where
         replicas share out experts, each chip has its part of them for the rows of all.
         """
-        model, parts = self.model, 1
-        if model.num_experts:
-            parts = model.num_experts // experts_of_replica(model, dict(mesh.axes))
+        parts = self.num_expert_parts(mesh)
         return self._of_a_chip((1.0 - (1.0 - self._expert_share) ** (num_rows * parts)) / parts, mesh)
+
+    def num_expert_parts(self, mesh: ChipMesh) -> int:
+        """Into which a mesh's replicas share out the experts: one where each has all, or there are none."""
+        model = self.model
+        return model.num_experts // experts_of_replica(model, dict(mesh.axes)) if model.num_experts else 1
 
     def _of_a_chip(self, share: float, mesh: ChipMesh) -> float:
         """Its part, with a share of the experts."""

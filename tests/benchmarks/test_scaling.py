@@ -36,6 +36,7 @@ def main() -> None:
             ("tensor=2", 3, 1),
             ("pipe=2", 2, 1),
             ("pipe=2", 2, 2),
+            ("data=2", 1, 1),
         )
     }
     print(json.dumps(told))
@@ -73,6 +74,13 @@ def test_a_stage_hands_on_every_part_of_a_prompt(measured: Any) -> None:
     # A group hands on half of the rows; all of them have moved on when two have.
     assert groups["decode"]["tokens_per_second"] == pytest.approx(SLOTS / groups["decode"]["seconds"])
     assert groups["decode"]["sent_bytes"] < stages["decode"]["sent_bytes"]
+
+
+def test_replicas_have_a_prompt_each_and_say_nothing(measured: Any) -> None:
+    replicas = measured["data=2, 1 layers, 1 groups"]
+    for step, rows in (("decode", SLOTS), ("prefill", 2 * 128)):
+        assert replicas[step]["exchanges"] == 0
+        assert replicas[step]["tokens_per_second"] == pytest.approx(rows / replicas[step]["seconds"])
 
 
 def test_a_device_alone_is_measured_once() -> None:

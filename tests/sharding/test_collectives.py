@@ -74,6 +74,28 @@ def test_a_tpu_loop_counts_to_the_limit_of_its_condition_and_groups_are_axes_of_
     }
 
 
+SCATTER = """\
+HloModule jit_own
+
+%all-reduce-scatter.clone.1 (input.3: bf16[4096,64]) -> bf16[2112,64] {
+  %pad.445 = bf16[4224,64]{1,0:T(8,128)(2,1)} pad(%input.3, %constant.9280), padding=0_128x0_0
+  %all-reduce.56 = bf16[4224,64]{1,0:T(8,128)(2,1)} all-reduce(%pad.445), channel_id=54, replica_groups={{0,2},{1,3}}, to_apply=%add
+  ROOT %slice = bf16[2112,64]{1,0:T(8,128)(2,1)} dynamic-slice(%all-reduce.56, %i, %zero), dynamic_slice_sizes={2112,64}
+}
+
+ENTRY %main.4 (p0: bf16[4096,64]) -> bf16[2112,64] {
+  ROOT %fusion.290 = bf16[2112,64]{1,0:T(8,128)(2,1)} fusion(%p0), kind=kCustom, calls=%all-reduce-scatter.clone.1
+}
+"""  # noqa: E501
+
+
+def test_a_tpus_sum_of_which_a_part_stays_is_a_reduce_scatter() -> None:
+    (found,) = collectives(SCATTER)
+    assert found == Collective("reduce-scatter", 2112 * 64, 2112 * 64 * 2, 2, False)
+    # Half of the padded rows go to the other.
+    assert found.moved_bytes == 2112 * 64 * 2
+
+
 @pytest.mark.parametrize(
     ("operation", "num_bytes", "moved"),
     # A ring of four: a sum goes round twice in quarters, less the own one; a gather once.

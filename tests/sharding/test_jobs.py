@@ -13,7 +13,7 @@ import pytest
 from jaxserve.converted import convert
 from jaxserve.quantization import recipe_named
 from jaxserve.weights import open_checkpoint
-from tests.sharding.jobs import answers_of, run_job, start
+from tests.sharding.jobs import WAIT, answers_of, job, run_job, start
 from tests.weights.quantised_models import CASES, quantise_folder
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -79,6 +79,16 @@ def test_the_command_answers_once(shared_data: Path) -> None:
     first, second = run_job("jaxserve", [*asked, "--mesh", "data=2"], 2)
     assert json.loads(first)["token_ids"] == expected
     assert second == ""
+
+
+def test_several_routes_are_refused_by_all(shared_data: Path) -> None:
+    folder = shared_data / "models/stories260K/hf"
+    asked = ["serve", "--route", f"one={folder}", "--route", f"other={folder}", "--mesh", "tensor=2"]
+    with job("jaxserve", asked, 2) as members:
+        for member in members:
+            _, log = member.communicate(timeout=WAIT)
+            assert member.returncode == 2
+            assert "2 routes with 2 processes: they serve one" in log
 
 
 def test_a_conversation_is_held_by_the_first(shared_data: Path, tmp_path: Path) -> None:
