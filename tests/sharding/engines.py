@@ -83,10 +83,11 @@ MIXED = dataclasses.replace(
 )
 """Few KV heads, windows and experts: what is wrong in one part is wrong in its answers. Two stages have three
 and two of its five repetitions, four have two or one."""
-# In float32 every axis alone, and every two together: "mixed" has tensor 2, 4, 8, pipe 2, 4, expert 4 and each
-# two of these. With data it is each kind of model: alone in "dense", "replicas of windows" and "moe", with tensor
-# there and in "shared experts", with expert in "moe", with pipe in `groups.py`. Dense models without the rest
-# are in `test_jobs.py` (a process for each device), `test_golden.py` and `groups.py`.
+# In float32 every axis alone, and every two together. "mixed" has tensor 2, 4, 8, pipe 2, 4, expert 4
+# and each two of these. With data it is each kind of model: alone in "dense", "replicas of windows" and
+# "moe", with tensor there and in "shared experts", with expert in "moe", with pipe in `groups.py`.
+# Dense models without the rest are in `test_jobs.py` (a process for each device), `test_golden.py` and
+# `groups.py`.
 CASES = {
     "mixed": Case(MIXED, ("tensor=2", "tensor=4", "tensor=8", "pipe=2", "pipe=4"), {"host_kv_memory": 2**20}),
     "mixed along two axes": Case(

@@ -49,7 +49,7 @@ def told(checkpoint: Checkpoint, texts: list[list[int]], mesh: str | None, dtype
         num_pages=32,
         decode_groups=None if mesh is None else 1,
     )
-    engine = engine_of(checkpoint, options)
+    engine = engine_of(checkpoint, options, dtype)
     loop = HostLoop(engine, cache=CacheIdentity(model="tiny", kv_format="any"), policy=UNFORESEEN)
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
     found: list[float] = []
@@ -59,15 +59,13 @@ def told(checkpoint: Checkpoint, texts: list[list[int]], mesh: str | None, dtype
     return found
 
 
-def engine_of(checkpoint: Checkpoint, options: EngineOptions) -> DeviceEngine:
+def engine_of(checkpoint: Checkpoint, options: EngineOptions, dtype: Any) -> DeviceEngine:
     layers = tuple(
         dataclasses.replace(kind, window=WINDOW * (number % 2))
         for number, kind in enumerate(checkpoint.config.layers[:4])
     )
     model: ModelConfig = dataclasses.replace(checkpoint.config, layers=layers)
-    named = (
-        (name, array) for name, array in checkpoint.read(options.dtype) if not name.startswith("layers.4.")
-    )
+    named = ((name, array) for name, array in checkpoint.read(dtype) if not name.startswith("layers.4."))
     engine, _ = build(
         model, options, lambda config: dataclasses.replace(config, decode_rows=(), chunk_rows=(64,)), named
     )
