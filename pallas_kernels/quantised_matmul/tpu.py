@@ -73,8 +73,8 @@ def multiply_tpu(
 ) -> jax.Array:
     """See `quantised_matmul`. Sizes are for tests and tuning."""
     num_rows, num_inputs = x_TI.shape
-    beside = [array if interpret else _left_in_place(array) for array in (scales, zeros, bias_LO)]
-    matrix = Matrix(values_LOI, *beside[:2], num_inputs, beside[2])
+    own = [array if interpret else _left_in_place(array) for array in (scales, zeros, bias_LO)]
+    matrix = Matrix(values_LOI, own[0], own[1], num_inputs, own[2])
     sizes = sizes or choose_sizes(num_rows, matrix, target)
     padding = -num_rows % sizes.rows
     x_TI = jnp.pad(x_TI, ((0, padding), (0, 0)))
