@@ -125,7 +125,7 @@ class AbstractEngine:
         """The same, for the devices at hand."""
         # XLA takes vectors of 256 bits unless told; no sum changes, and products of a row take 12 % less.
         is_row = form.shape.rows == 1 and self.transformer.target.platform == "cpu"
-        options = {"xla_cpu_prefer_vector_width": "512"} if is_row else None
+        options: dict[str, str | bool] | None = {"xla_cpu_prefer_vector_width": "512"} if is_row else None
         return self.lower(form).compile(compiler_options=options)
 
 
