@@ -23,7 +23,7 @@ BYTES = "fp8 x 8", "int4-128 x 8", "int4-32 x 8", "fp8 x 64"
 MANY_ROWS = "int8 x 2048"
 SHAPES = {
     "v5e": (DECODE, f"{DECODE} peer", *FEW_ROWS, *BYTES, PREFILL, f"{PREFILL} peer"),
-    "v5p": (DECODE, f"{DECODE} peer", *FEW_ROWS, *BYTES),
+    "v5p": (DECODE, f"{DECODE} peer", *FEW_ROWS, *BYTES, PREFILL, f"{PREFILL} peer"),
     "v6e": (DECODE, f"{DECODE} peer", *FEW_ROWS, *BYTES, PREFILL, f"{PREFILL} peer", MANY_ROWS),
 }
 
@@ -47,7 +47,8 @@ def test_prefill_keeps_the_matrix_units_busy(chip: str) -> None:
     measured, peer = (schedules(chip)[name] for name in (PREFILL, f"{PREFILL} peer"))
     assert measured.mxu_share > 0.6
     assert operations_a_bundle(measured) > operations_a_bundle(peer)
-    assert measured.spills / measured.bundles < (0.01 if chip == "v6e" else 1e-9) < peer.spills / peer.bundles
+    assert measured.spills <= (measured.bundles // 100 if chip == "v6e" else 0)
+    assert measured.spills < peer.spills
 
 
 @pytest.mark.parametrize("chip", ["v5e", "v5p", "v6e"])
