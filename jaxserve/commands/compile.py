@@ -45,7 +45,7 @@ class Compile:
         add("--slots", type=int, default=DEFAULT_DECODE_ROWS[-1], metavar="N", help="sequences at once")
         add("--max-model-len", type=int, metavar="N", help="longest sequence (default: up to 16384)")
         add("--kv-memory", type=parse_size, metavar="SIZE", help="of the pool, all devices together")
-        add("--kv-format", default="auto", choices=["auto", *get_args(KvFormat)])
+        add("--kv-format", "--kv", default="auto", choices=["auto", *get_args(KvFormat)])
         add(
             "--quantize",
             type=recipe_name,

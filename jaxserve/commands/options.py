@@ -113,7 +113,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"number formats of the weights: {', '.join(RECIPES)}, a format, or rules by parameter name "
         "(head=int8,*=int4-64); default: their own, or --dtype",
     )
-    add("--kv-format", default="auto", choices=["auto", *get_args(KvFormat)], help="of the KV pool")
+    add("--kv-format", "--kv", default="auto", choices=["auto", *get_args(KvFormat)], help="of the KV pool")
     add(
         "--mesh",
         type=parse_mesh_option,

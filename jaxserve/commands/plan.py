@@ -115,7 +115,7 @@ def _add_candidate_arguments(parser: argparse.ArgumentParser) -> None:
         "of 1, 2, 4 and 8, and of more where those do not hold the model)",
     )
     add("--acceptance", type=_list_of(float), metavar="X,X", help="also with drafts, accepted so often")
-    add("--kv-format", default="auto", choices=["auto", *get_args(KvFormat)])
+    add("--kv-format", "--kv", default="auto", choices=["auto", *get_args(KvFormat)])
     add("--slots", type=int, metavar="N", help="sequences at once (default 64, on CPU 16)")
     add("--max-chunk", type=int, metavar="N", help="rows of a step (default 1024, on CPU 256)")
     add("--max-model-len", type=int, metavar="N", help="longest sequence (default: of the workload)")

@@ -141,7 +141,7 @@ def test_several_samples(model: FakeModel, capsys: pytest.CaptureFixture[str]) -
 def test_options_reach_the_engine_and_the_sampler(
     model: FakeModel, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    engine = ["--max-model-len", "100", "--kv-memory", "1M", "--dtype", "bfloat16", "--kv-format", "int8"]
+    engine = ["--max-model-len", "100", "--kv-memory", "1M", "--dtype", "bfloat16", "--kv", "int8"]
     engine += ["--quantize", "int8"]
     engine += ["--deterministic", "--max-chunk", "32", "--host-kv-memory", "1M", "--speculative", "ngram"]
     sampling = ["--top-p", "0.9", "--top-k", "5", "--min-p", "0.1", "--stop", "x", "--stop", "y"]
